@@ -15,19 +15,19 @@ struct CarriedIntegers {
   unsigned words[kWords];
 
   // `side`, with the address of its carried integers.
-  DEVICE Side found(Side side) const {
-    side.start.data = found(side.start.data);
-    side.length.data = found(side.length.data);
+  DEVICE Side resolve(Side side) const {
+    side.start.data = resolve(side.start.data);
+    side.length.data = resolve(side.length.data);
     return side;
   }
 
  private:
-  DEVICE const void* found(const void* data) const {
+  DEVICE const void* resolve(const void* data) const {
     const auto at = reinterpret_cast<unsigned long long>(data);
     return at - kBegin < kEnd - kBegin ? words + (at - kBegin) / 4 : data;
   }
 };
 template <>
 struct CarriedIntegers<0> {
-  DEVICE const Side& found(const Side& side) const { return side; }
+  DEVICE const Side& resolve(const Side& side) const { return side; }
 };

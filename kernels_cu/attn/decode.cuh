@@ -50,11 +50,11 @@ struct Layout {
   static constexpr int kUsed = kQueriesAt + kTileRows * kPitchQ * int(sizeof(Element));
   static constexpr int kMerged = kPrefetches ? 0 : kWaves * kPartialBytes;
   static constexpr int kMoreAt = kUsed > kMerged ? kUsed : kMerged;
-  static constexpr int kKeptAt = kMoreAt + kWaves * Ring::kMoreBytes;
-  static constexpr int kKeptBytes = 192, kFlagBytes = 16, kRoomBytes = 128;
-  static constexpr int kRoomAt = kKeptAt + kKeptBytes + kFlagBytes;
-  static_assert(kQueriesAt % 16 == 0 && kMoreAt % 16 == 0 && kKeptAt % 16 == 0, "all parts are aligned");
-  static_assert(2 * sizeof(SharedTile<Partials>) <= kKeptBytes, "a part shares two query tiles at most");
+  static constexpr int kSharedTilesAt = kMoreAt + kWaves * Ring::kMoreBytes;
+  static constexpr int kSharedTilesBytes = 192, kFlagBytes = 16, kRoomBytes = 128;
+  static constexpr int kRoomAt = kSharedTilesAt + kSharedTilesBytes + kFlagBytes;
+  static_assert(kQueriesAt % 16 == 0 && kMoreAt % 16 == 0 && kSharedTilesAt % 16 == 0, "all parts are aligned");
+  static_assert(2 * sizeof(SharedTile<Partials>) <= kSharedTilesBytes, "a part shares two query tiles at most");
   static_assert(sizeof(typename BlockLine::Room) <= kRoomBytes, "the line has room");
   static_assert(kSharedBytes == kRoomAt + kRoomBytes, "the host computes the same size");
 };
@@ -136,11 +136,11 @@ struct Work {
   template <class Use>
   DEVICE void real_rows(int tile, const Use& use) const {
     const int row = key_tiles.first_key(tile), rest = segment.k.length - row;
-    if (!kReached && rest >= kTileK) {
+    if (!kTestsRange && rest >= kTileK) {
       use(AllReal{});
     } else {
-      const Reach<kReached> reach(key_tiles.visible, first, last());
-      use(reach.rows(row, rest));
+      const VisibleRange<kTestsRange> range(key_tiles.visible, first, last());
+      use(range.rows(row, rest));
     }
   }
 
@@ -156,15 +156,15 @@ struct Work {
 
   // Whether rows are tested for more than the sequence's end. Without a left limit, and without a right limit from a
   // top-left diagonal, all pages that are read belong to the sequence.
-  static constexpr bool kReached = kPaged && (kLeft || (kRight && kTopLeft));
+  static constexpr bool kTestsRange = kPaged && (kLeft || (kRight && kTopLeft));
 };
 
 // The whole work of a block. shared: its shared memory, aligned as the rings need. more: arguments of the ring.
 template <class Ring, class... More>
 DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&... more) {
   using L = Layout<Ring>;
-  auto* const kept = reinterpret_cast<SharedTile<Partials>*>(shared + L::kKeptAt);
-  bool* const flags = reinterpret_cast<bool*>(shared + L::kKeptAt + L::kKeptBytes);
+  auto* const shared_tiles = reinterpret_cast<SharedTile<Partials>*>(shared + L::kSharedTilesAt);
+  bool* const flags = reinterpret_cast<bool*>(shared + L::kSharedTilesAt + L::kSharedTilesBytes);
   Element* const queries = reinterpret_cast<Element*>(shared + L::kQueriesAt);
   const int thread = target::thread_index();
   const int lane = thread % target::kWave;
@@ -179,10 +179,11 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   line.cut(*reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt));
   if (line.at >= line.end) return;
   Work<Ring> work;
-  Segment done;      // the segment before
+  Segment previous;  // the segment before
   int slot = 0;      // of the next tile in the wave's ring
-  int shares = 0;    // entries of `kept`: the segments that have begun so far whose query tile other blocks share
-  bool any = false;  // whether there is a segment `done`, which is still to be merged
+  // Entries of `shared_tiles`: the segments that have begun so far whose query tile other blocks share.
+  int shared_count = 0;
+  bool has_previous = false;  // whether there is a segment `previous`, which is still to be merged
 
 #pragma unroll 1
   while (true) {
@@ -192,21 +193,21 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       work = Work<Ring>(p, line, lane);
       work.begin(p, queries, ring, slot, wave, lane);
       if (!work.segment.whole()) {
-        if (thread == 0) kept[shares] = SharedTile<Partials>(line, work.segment);
-        shares++;
+        if (thread == 0) shared_tiles[shared_count] = SharedTile<Partials>(line, work.segment);
+        shared_count++;
       }
     };
-    const int before = shares;
+    const int before = shared_count;
     if (L::kPrefetches && more) begin();
-    if (any) {
+    if (has_previous) {
       const unsigned char* const of_waves = L::kPrefetches ? shared + last_slot(slot) * Ring::kStageBytes : shared;
       constexpr int kStride = L::kPrefetches ? L::kWaveBytes : kPartialBytes;
       Partials* of_block = nullptr;
-      if (!done.whole()) of_block = &kept[before - 1].own_partials(p.splits);
+      if (!previous.whole()) of_block = &shared_tiles[before - 1].own_partials(p.splits);
       const auto of_wave = [&](int n) -> const Partials& {
         return *reinterpret_cast<const Partials*>(of_waves + n * kStride);
       };
-      merge<kWaves>(Output{p, done}, thread, kWaves, of_wave, of_block);
+      merge<kWaves>(Output{p, previous}, thread, kWaves, of_wave, of_block);
       ring.give_back();
     }
     if (!more) break;
@@ -283,7 +284,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       finish_scores(s, rules, added, finish, OneTile{rows_visible, first_key, edges}, 0, 0, lane);
       seen.hide(s, finish.masked(), lane, added.bias_clearer());
       // P V would be NaN where V is NaN, even for a probability of 0: rows of V that no query row sees are cleared.
-      if (seen.clear_hidden(lane, [&](int key) { ring.clear_value(slot, key); })) {
+      if (seen.for_each_unseen_key(lane, [&](int key) { ring.clear_value(slot, key); })) {
         ring.values_are_clean();
         target::wave_sync();
       }
@@ -301,20 +302,20 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       reinterpret_cast<Partials*>(shared + wave * kPartialBytes)->store(o, softmax, work.segment.rows, lane);
     }
     target::block_sync();
-    done = work.segment;
-    any = true;
+    previous = work.segment;
+    has_previous = true;
   }
   ring.launch_dependents();
-  if (shares == 0) return;
+  if (shared_count == 0) return;
 
   // All stores of the block come before its arrival; the loads of the last block to arrive come after it.
   target::block_sync();
-  if (thread < shares) flags[thread] = kept[thread].arrive(p.splits);
+  if (thread < shared_count) flags[thread] = shared_tiles[thread].arrive(p.splits);
   target::block_sync();
 #pragma unroll 1
-  for (int n = 0; n < shares; n++) {
+  for (int n = 0; n < shared_count; n++) {
     if (!flags[n]) continue;
-    const SharedTile<Partials> tile = kept[n];
+    const SharedTile<Partials> tile = shared_tiles[n];
     merge_parts(p, tile, flags[n], thread);
   }
 }

@@ -48,7 +48,7 @@ constexpr int kSteps = kDepthQk / M::kDepth;
 // Whether queries stay in registers: where they take at most 128 bytes of each lane.
 constexpr bool kHoldsQueries = kRowBlocks * kSteps * int(sizeof(typename M::A)) <= 128;
 // Whether many rows leave too few registers for many float8 conversions at once: products are then unrolled less.
-constexpr bool kCrowded = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
-constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kCrowded ? 2 : 16;
+constexpr bool kRegistersShort = kFloat8 && kRowBlocks > 1 && !kHoldsQueries;
+constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kRegistersShort ? 2 : 16;
 
 }  // namespace decode

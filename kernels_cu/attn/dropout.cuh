@@ -68,7 +68,7 @@ struct DropoutRule {
 // Calls visit(m, n, e, kept) for every element of a wave's tile whose rows are queries. first_row and first_key are
 // multiples of 16, so one call of the generator serves the eight elements that a lane holds of a 16 x 16 block.
 template <class C, int kRowBlocks, int kKeyBlocks, class Visit>
-DEVICE void each_kept(const DropoutRule& rule, int first_row, int first_key, int lane, const Visit& visit) {
+DEVICE void for_each_kept(const DropoutRule& rule, int first_row, int first_key, int lane, const Visit& visit) {
   UNROLL for (int n = 0; n < kKeyBlocks; n++) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       const int i = first_row + m * 16, j = first_key + n * 16;
@@ -93,7 +93,7 @@ DEVICE void each_kept(const DropoutRule& rule, int first_row, int first_key, int
 // four lanes away, needs the other halves of the same two counters. So each of the two computes one counter and gives
 // the halves that it does not need to the other.
 template <class C, int kKeyBlocks, int kQueryBlocks, class Visit>
-DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane, const Visit& visit) {
+DEVICE void for_each_kept_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane, const Visit& visit) {
   UNROLL for (int n = 0; n < kQueryBlocks; n++) {
     UNROLL for (int m = 0; m < kKeyBlocks; m++) {
       const int i = first_row + n * 16, j = first_key + m * 16;
@@ -127,30 +127,30 @@ DEVICE void each_kept_of_keys(const DropoutRule& rule, int first_key, int first_
 // The dropout mask of a wave's tile, a bit for each of the lane's elements. It does not depend on scores, so it can be
 // computed while the matrix product runs.
 template <class C, int kRowBlocks, int kKeyBlocks>
-struct KeptBits {
+struct DropoutMask {
   static constexpr int kBits = config::kDropout ? kRowBlocks * kKeyBlocks * C::kElements : 1;
   unsigned bits[(kBits + 31) / 32];
 
   DEVICE static constexpr int index(int m, int n, int e) { return (m * kKeyBlocks + n) * C::kElements + e; }
 
-  DEVICE void draw(const DropoutRule& rule, int first_row, int first_key, int lane) {
+  DEVICE void generate(const DropoutRule& rule, int first_row, int first_key, int lane) {
     if constexpr (config::kDropout) {
       UNROLL for (int i = 0; i < (kBits + 31) / 32; i++) bits[i] = 0;
-      each_kept<C, kRowBlocks, kKeyBlocks>(rule, first_row, first_key, lane, [&](int m, int n, int e, bool kept) {
+      for_each_kept<C, kRowBlocks, kKeyBlocks>(rule, first_row, first_key, lane, [&](int m, int n, int e, bool kept) {
         const int at = index(m, n, e);
         if (kept) bits[at / 32] |= 1u << at % 32;
       });
     }
   }
   // The same for a tile whose rows are keys: kRowBlocks then counts blocks of keys, and kKeyBlocks blocks of queries.
-  DEVICE void draw_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane) {
+  DEVICE void generate_of_keys(const DropoutRule& rule, int first_key, int first_row, int lane) {
     if constexpr (config::kDropout) {
       UNROLL for (int i = 0; i < (kBits + 31) / 32; i++) bits[i] = 0;
-      each_kept_of_keys<C, kRowBlocks, kKeyBlocks>(rule, first_key, first_row, lane,
-                                                   [&](int m, int n, int e, bool kept) {
-                                                     const int at = index(m, n, e);
-                                                     if (kept) bits[at / 32] |= 1u << at % 32;
-                                                   });
+      for_each_kept_of_keys<C, kRowBlocks, kKeyBlocks>(rule, first_key, first_row, lane,
+                                                       [&](int m, int n, int e, bool kept) {
+                                                         const int at = index(m, n, e);
+                                                         if (kept) bits[at / 32] |= 1u << at % 32;
+                                                       });
     }
   }
   DEVICE bool at(int m, int n, int e) const { return bits[index(m, n, e) / 32] >> index(m, n, e) % 32 & 1; }
@@ -184,11 +184,11 @@ struct RandomTile {
   Words words[kParts][kAtOnce];
   int first_row, first_key;
 
-  DEVICE void draw(const DropoutRule& rule, int first_row, int first_key, int lane) {
-    draw_parts<0, kParts>(rule, first_row, first_key, lane);
+  DEVICE void generate(const DropoutRule& rule, int first_row, int first_key, int lane) {
+    generate_parts<0, kParts>(rule, first_row, first_key, lane);
   }
   template <int kBegin, int kEnd>
-  DEVICE void draw_parts(const DropoutRule& rule, int first_row, int first_key, int lane) {
+  DEVICE void generate_parts(const DropoutRule& rule, int first_row, int first_key, int lane) {
     if constexpr (config::kDropout && kByBlock) {
       const Words first = rule.counter(first_row + C::row(lane, 0), first_key + C::column(lane, 0));
       UNROLL for (int part = kBegin; part < kEnd; part++) {
@@ -207,7 +207,7 @@ struct RandomTile {
   // The exclusive or of all words of these parts. Its bits are uniform, as theirs are. Hopper's forward uses it to have
   // the words computed at one place of the program (sm90/forward_random.cuh).
   template <int kBegin, int kEnd>
-  DEVICE unsigned together() const {
+  DEVICE unsigned xor_of_words() const {
     unsigned x = 0;
     UNROLL for (int part = kBegin; part < kEnd; part++) {
       UNROLL for (int n = 0; n < kAtOnce; n++) { UNROLL for (int i = 0; i < 4; i++) x ^= words[part][n].x[i]; }

@@ -26,13 +26,13 @@ struct KeptRows {
   const KeptKeys& kept;
   int nheads;
 
-  // Where a head's row begins, in the array of all keys (`all`) and in that of the kept keys (`few`).
-  DEVICE char* all(int64 batch, int key, int head) const {
+  // Where a head's row begins, in the array of all keys (`full_row`) and in that of the kept keys (`kept_row`).
+  DEVICE char* full_row(int64 batch, int key, int head) const {
     const Strides& strides = array.strides;
     const int64 element = batch * strides.batch + key * strides.row + head * strides.head;
     return static_cast<char*>(array.all) + element * config::kElementBytes;
   }
-  DEVICE char* few(int64 batch, int entry, int head) const {
+  DEVICE char* kept_row(int64 batch, int entry, int head) const {
     return static_cast<char*>(array.kept) + ((batch * nheads + head) * kept.count + entry) * kPitch;
   }
 
@@ -41,9 +41,9 @@ struct KeptRows {
     copy(
         [&](int head) -> const char* {
           const int key = KeptList(kept, batch, head).key(entry);
-          return key < 0 ? nullptr : all(batch, key, head);
+          return key < 0 ? nullptr : full_row(batch, key, head);
         },
-        [&](int head) { return few(batch, entry, head); }, lane);
+        [&](int head) { return kept_row(batch, entry, head); }, lane);
   }
   // Writes the row of a key among all keys, from entry entry_of(head) of each head; zeros where that is negative.
   template <class EntryOf>
@@ -51,9 +51,9 @@ struct KeptRows {
     copy(
         [&](int head) -> const char* {
           const int entry = entry_of(head);
-          return entry < 0 ? nullptr : few(batch, entry, head);
+          return entry < 0 ? nullptr : kept_row(batch, entry, head);
         },
-        [&](int head) { return all(batch, key, head); }, lane);
+        [&](int head) { return full_row(batch, key, head); }, lane);
   }
 
  private:

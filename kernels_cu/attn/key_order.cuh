@@ -6,7 +6,7 @@
 #include "target/target.cuh"
 
 template <class Visible>
-DEVICE constexpr TileOrder order_of_keys() {
+DEVICE constexpr TileOrder key_tile_order() {
   // Where no key beyond the diagonal is visible, ALiBi is largest at the diagonal. A line is largest at the last key if
   // it favours near keys, as most do.
   if (config::kOneSided || (config::kScoreMod && config::kModLine)) return TileOrder::kDown;

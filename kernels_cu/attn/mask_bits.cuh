@@ -72,15 +72,15 @@ struct MaskBits {
 // Which keys of a tile a lane's rows see, for a tile whose rows are queries. The bits are loaded before the scores are
 // computed, so that they are there by then. kMasked: false where the kernel has no mask.
 template <bool kMasked, class C, int kRowBlocks, int kKeyBlocks>
-struct SeenKeys {
+struct TileMaskBits {
   template <class Keys>
   DEVICE void load(const Keys&, int, int, int) {}
   DEVICE void load_bits(const BlockMask&, int, int, int, int, int) {}
-  template <class Hidden = NoVisit>
+  template <class Hidden = NoCallback>
   DEVICE void hide(C (&)[kRowBlocks][kKeyBlocks], float, int, const Hidden& = Hidden{}) const {}
 };
 template <class C, int kRowBlocks, int kKeyBlocks>
-struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
+struct TileMaskBits<true, C, kRowBlocks, kKeyBlocks> {
   bool partial;  // whether elements must be tested; else the bits are not loaded
   HalfWords<kKeyBlocks> rows[kRowBlocks][C::kSlots];
 
@@ -103,7 +103,7 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
     }
   }
   // Sets the elements that the mask hides to `value`, even NaN. hidden(m, n, e): called for each of them.
-  template <class Hidden = NoVisit>
+  template <class Hidden = NoCallback>
   DEVICE void hide(C (&s)[kRowBlocks][kKeyBlocks], float value, int lane, const Hidden& hidden = Hidden{}) const {
     if (!partial) return;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -124,7 +124,7 @@ struct SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
 
 // A predicate for the rows of a key tile: whether any query sees the row. The others are not read, so that a NaN in
 // them reaches no result.
-struct SeenRows {
+struct SeenKeyRows {
   const unsigned short* keys;  // BlockMask::keys; null: all rows are seen
   int64 head;                  // stride between the heads of the mask that share the keys
   int heads, words, first_key, valid;
@@ -148,7 +148,7 @@ DEVICE auto rows_to_copy(const BlockMask& mask, int sequence, int head, int grou
     const unsigned short* const keys =
         mask.keys + sequence * mask.keys_batch + int64(group_of(head, mask.group)) * mask.words;
     const int heads = group > mask.group ? group / mask.group : 1;
-    return SeenRows{partial ? keys : nullptr, mask.words, heads, mask.words, first_key, valid};
+    return SeenKeyRows{partial ? keys : nullptr, mask.words, heads, mask.words, first_key, valid};
   } else {
     return valid;
   }

@@ -10,11 +10,11 @@
 // kMasked: false where the kernel has no mask. C: the accumulator of Q K^T.
 template <bool kMasked, class C, int kTileRows, int kTileK, int kHeads>
 struct TileMask {
-  struct Seen {
+  struct TileBits {
     template <class Hidden>
     DEVICE void hide(C (&)[kTileRows / 16][kTileK / 16], float, int, const Hidden&) const {}
     template <class Clear>
-    DEVICE bool clear_hidden(int, const Clear&) const {
+    DEVICE bool for_each_unseen_key(int, const Clear&) const {
       return false;
     }
   };
@@ -23,7 +23,7 @@ struct TileMask {
   DEVICE TileMask(const ForwardParams&, int, int, int, int, int) {}
   DEVICE void look_up(int) {}
   DEVICE bool dead() const { return false; }
-  DEVICE Seen seen(const ForwardParams&, int, int) const { return {}; }
+  DEVICE TileBits seen(const ForwardParams&, int, int) const { return {}; }
 };
 
 template <class C, int kTileRows, int kTileK, int kHeads>
@@ -33,11 +33,11 @@ struct TileMask<true, C, kTileRows, kTileK, kHeads> {
   static constexpr unsigned kAll = kKeyBlocks == 2 ? ~0u : 0xffffu;
 
   // The bits of all rows of a tile. Rows that are not real have those of the first row.
-  struct Seen : SeenKeys<true, C, kRowBlocks, kKeyBlocks> {
+  struct TileBits : TileMaskBits<true, C, kRowBlocks, kKeyBlocks> {
     // Calls clear(key) for each key that no row sees; the lanes of the wave share these keys. Returns whether there are
     // any.
     template <class Clear>
-    DEVICE bool clear_hidden(int lane, const Clear& clear) const {
+    DEVICE bool for_each_unseen_key(int lane, const Clear& clear) const {
       if (!this->partial) return false;
       unsigned any = 0;
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
@@ -75,8 +75,8 @@ struct TileMask<true, C, kTileRows, kTileK, kHeads> {
   DEVICE bool dead() const { return !target::wave_any(bits != 0); }
 
   // The bits of any tile, for its elements. look_up() has read them before, so they are in a cache.
-  DEVICE Seen seen(const ForwardParams& p, int first_key, int lane) const {
-    Seen seen;
+  DEVICE TileBits seen(const ForwardParams& p, int first_key, int lane) const {
+    TileBits seen;
     bool all = true;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {

@@ -2,25 +2,25 @@
 // tile but one that was passed to look_up(): on a busy GPU, a page id takes longer to arrive than a tile takes to
 // compute, so ids are asked for that far ahead.
 //
-// NoPages is for keys that are not paged. With PageOfTile, tiles divide pages, so all rows of a tile lie in one page.
-// With PageRows they may lie in several: each lane looks up some rows and tells the others through shared memory where
-// they are.
+// UnpagedTile is for keys that are not paged. With PageOfTile, tiles divide pages, so all rows of a tile lie in one
+// page. With PageRows they may lie in several: each lane looks up some rows and tells the others through shared memory
+// where they are.
 #pragma once
 
 #include "attn/pages.cuh"
 #include "target/target.cuh"
 #include "tile/rows.cuh"
 
-struct NoPages {
+struct UnpagedTile {
   int row, next_row;  // the first row of the last tile but one that was looked up, and of the last
 
-  NoPages() = default;
-  DEVICE NoPages(const Pages&, int, const Span&) {}
+  UnpagedTile() = default;
+  DEVICE UnpagedTile(const Pages&, int, const Span&) {}
   DEVICE void look_up(int first, int) {
     row = next_row;
     next_row = first;
   }
-  DEVICE void tell(int64*, const Strides&, const Strides&, int) const {}
+  DEVICE void write_offsets(int64*, const Strides&, const Strides&, int) const {}
   template <class Copy, bool kValues, class T, class Array, class Real>
   DEVICE void load(T* tile, Array* array, const Strides& strides, const int64*, const Real& real, int lane) const {
     Copy::load(tile, array + row * strides.row, strides.row, real, lane);
@@ -45,7 +45,7 @@ struct PageOfTile {
     next_row = first - entry * table.rows;
     next_id = table.id(entry);
   }
-  DEVICE void tell(int64*, const Strides&, const Strides&, int) const {}
+  DEVICE void write_offsets(int64*, const Strides&, const Strides&, int) const {}
   template <class Copy, bool kValues, class T, class Array, class Real>
   DEVICE void load(T* tile, Array* array, const Strides& strides, const int64*, const Real& real, int lane) const {
     Copy::load(tile, array + table.page_of(id) * strides.batch + row * strides.row, strides.row, real, lane);
@@ -75,7 +75,7 @@ struct PageRows {
 
   // Writes where the rows of the tile to be loaded are: those of keys, then those of values, in elements from the first
   // page of the array.
-  DEVICE void tell(int64* offsets, const Strides& keys, const Strides& values, int lane) const {
+  DEVICE void write_offsets(int64* offsets, const Strides& keys, const Strides& values, int lane) const {
     UNROLL for (int n = 0; n < kFinds; n++) {
       const int which = n * target::kWave + lane;
       const int row = first + of_lane(n, lane);
@@ -85,7 +85,7 @@ struct PageRows {
     }
   }
 
-  // To be called after tell(), first for keys, then for values. Afterwards `offsets` may be written again.
+  // To be called after write_offsets(), first for keys, then for values. Afterwards `offsets` may be written again.
   template <class Copy, bool kValues, class T, class Array, class Real>
   DEVICE void load(T* tile, Array* array, const Strides&, const int64* offsets, const Real& real, int lane) const {
     if constexpr (!kValues) target::wave_sync();

@@ -74,7 +74,7 @@ DEVICE auto rows_of_keys(const void* array, const Strides& strides, const Pages&
 // A predicate for the rows of a key tile, which begins at the key `first`: whether a row is real and within these
 // limits.
 template <class Real>
-struct RowsInReach {
+struct RowsInRange {
   int first, left, right, sink;
   Real real;
 
@@ -93,31 +93,31 @@ struct RowsInReach {
 // longer belong to the sequence, whose contents must not reach any result. kLimited: false where no such test is
 // needed.
 template <bool kLimited>
-struct Reach {
+struct VisibleRange {
   template <class Visible>
-  DEVICE Reach(const Visible&, int, int) {}
+  DEVICE VisibleRange(const Visible&, int, int) {}
   template <class Real>
   DEVICE Real rows(int, const Real& real) const {
     return real;
   }
-  DEVICE bool meets(int first, int, int length) const { return first < length; }
+  DEVICE bool overlaps(int first, int, int length) const { return first < length; }
 };
 template <>
-struct Reach<true> {
+struct VisibleRange<true> {
   int left, right, sink;
 
   // For query rows [first, last].
   template <class Visible>
-  DEVICE Reach(const Visible& visible, int first, int last)
+  DEVICE VisibleRange(const Visible& visible, int first, int last)
       : left(visible.row(first).left), right(visible.row(last).right), sink(visible.sink) {}
 
-  // The rows from first_key on that are `real` and within reach.
+  // The rows from first_key on that are `real` and within range.
   template <class Real>
-  DEVICE RowsInReach<Real> rows(int first_key, const Real& real) const {
+  DEVICE RowsInRange<Real> rows(int first_key, const Real& real) const {
     return {first_key, left, right, sink, real};
   }
-  // Whether any of `count` keys from `first` on is within reach, in a sequence of `length` keys.
-  DEVICE bool meets(int first, int count, int length) const {
+  // Whether any of `count` keys from `first` on is within range, in a sequence of `length` keys.
+  DEVICE bool overlaps(int first, int count, int length) const {
     return first < length && first <= right && (first + count > left || first < sink);
   }
 };

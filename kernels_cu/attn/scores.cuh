@@ -148,7 +148,7 @@ DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, c
 // what transform_scores() made of it. A hidden element becomes Finish::masked(), and its bias 0. rules, visit: see
 // transform_scores().
 template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp, class Rules, class Finish, class Keys,
-          class Visit = NoVisit>
+          class Visit = NoCallback>
 DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules,
                           AddedScores<C, kRowBlocks, kKeyBlocks, kRamp>& added, const Finish& finish, const Keys& keys,
                           int n, int first_row, int lane, const Visit& visit = Visit{}) {

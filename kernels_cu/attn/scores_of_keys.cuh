@@ -234,7 +234,7 @@ struct AddedScoresOfKeys {
 // all hidden by scores of -inf has an lse of -inf, which is taken for inf here. Past the end, a score function or the
 // bias of a ragged batch may make scores inf or NaN, for which an lse of inf is not enough: each element is then
 // tested.
-template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries, class Visit = NoVisit>
+template <class C, int kKeyBlocks, int kQueryBlocks, class Finish, class Queries, class Visit = NoCallback>
 DEVICE void finish_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], const ScoreRule& rule,
                                   const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks>& added, const Finish& finish,
                                   const float* lse, const Queries& queries, int n, int first_key, int first_row,

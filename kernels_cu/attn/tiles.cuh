@@ -29,10 +29,10 @@ struct KeyTiles : TileSpan {
                 "what some of the rows see has numbers of its own");
 
   Visible visible;
-  int first, last;     // rows
-  int sinks, skipped;  // tiles with sink tokens, and tiles between those and the window
-  int all;             // number of tiles, however `begin` and `end` are narrowed later
-  int diagonal;        // the tile in which the diagonal crosses the middle of the rows, or the nearest to it
+  int first, last;                // rows
+  int sink_tiles, skipped_tiles;  // tiles with sink tokens, and tiles between those and the window
+  int tile_count;                 // number of tiles, however `begin` and `end` are narrowed later
+  int diagonal;                   // the tile in which the diagonal crosses the middle of the rows, or the nearest to it
 
   KeyTiles() = default;
   DEVICE KeyTiles(const Visible& visible, int first, int last)
@@ -40,28 +40,28 @@ struct KeyTiles : TileSpan {
         visible(visible),
         first(first),
         last(last),
-        sinks(0),
-        skipped(0),
+        sink_tiles(0),
+        skipped_tiles(0),
         diagonal(0) {
     if constexpr (Visible::kLimitedLeft) {
       int window = visible.row(first).left / kTileK;
       if (window > end) window = end;
-      sinks = (visible.sink + kTileK - 1) / kTileK;
-      if (sinks > window) sinks = window;
-      skipped = window - sinks;
-      end -= skipped;
+      sink_tiles = (visible.sink + kTileK - 1) / kTileK;
+      if (sink_tiles > window) sink_tiles = window;
+      skipped_tiles = window - sink_tiles;
+      end -= skipped_tiles;
     }
-    all = end;
+    tile_count = end;
     if constexpr (kOrder == TileOrder::kFromDiagonal) {
       const int key = first + kTileQ / 2 + visible.offset;
-      diagonal = key < 0 ? 0 : key / kTileK < all ? key / kTileK : all - 1;
+      diagonal = key < 0 ? 0 : key / kTileK < tile_count ? key / kTileK : tile_count - 1;
     }
   }
 
   DEVICE int tile(int n) const {
-    if constexpr (kOrder == TileOrder::kDown) n = all - 1 - n;
+    if constexpr (kOrder == TileOrder::kDown) n = tile_count - 1 - n;
     if constexpr (kOrder == TileOrder::kFromDiagonal) return n > diagonal ? n : diagonal - n;
-    return n < sinks ? n : n + skipped;
+    return n < sink_tiles ? n : n + skipped_tiles;
   }
   DEVICE int first_key(int n) const { return tile(n) * kTileK; }
   // For all kTileQ rows, even past the end of the sequence: a constant number costs no register.
@@ -74,9 +74,9 @@ struct KeyTiles : TileSpan {
   DEVICE KeyTiles<Visible, kRows, kTileK, kOrder> of_rows(int first, int last) const {
     KeyTiles<Visible, kRows, kTileK, kOrder> own(visible, first, last);
     static_cast<TileSpan&>(own) = *this;
-    own.sinks = sinks;
-    own.skipped = skipped;
-    own.all = all;
+    own.sink_tiles = sink_tiles;
+    own.skipped_tiles = skipped_tiles;
+    own.tile_count = tile_count;
     own.diagonal = diagonal;
     return own;
   }
@@ -88,9 +88,9 @@ struct KeyTiles : TileSpan {
     }
     if (last < first) return {0, 0};
     const KeyTiles own(visible, first, last);
-    const int before = own.skipped - skipped;
+    const int before = own.skipped_tiles - skipped_tiles;
     const TileSpan seen{visible.sink > 0 ? 0 : before, own.end + before};
-    if constexpr (kOrder == TileOrder::kDown) return {all - seen.end, all - seen.begin};
+    if constexpr (kOrder == TileOrder::kDown) return {tile_count - seen.end, tile_count - seen.begin};
     return seen;
   }
 };

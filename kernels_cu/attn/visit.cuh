@@ -4,7 +4,7 @@
 
 #include "target/target.cuh"
 
-struct NoVisit {
+struct NoCallback {
   template <class... T>
   DEVICE void operator()(const T&...) const {}
 };

@@ -239,8 +239,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     } else {
       const int head = work.kv_head * group + turn.head;
       const ScoreRule rule = rule_of(turn.head);
-      KeptBits<C, kKeyBlocks, kQueryBlocks> kept;
-      kept.draw_of_keys(DropoutRule(f, work.sequence, head), first_key + key, first_row + columns, lane);
+      DropoutMask<C, kKeyBlocks, kQueryBlocks> kept;
+      kept.generate_of_keys(DropoutRule(f, work.sequence, head), first_key + key, first_row + columns, lane);
       if constexpr (AccumulatorStart::kAny) {
         UNROLL for (int m = 0; m < kKeyBlocks; m++) {
           UNROLL for (int b = 0; b < kQueryBlocks; b++) {

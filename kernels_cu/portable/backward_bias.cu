@@ -241,9 +241,9 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
     } else {
       added.load_distances(rule, tile.row, tile.key, lane);
     }
-    KeptBits<C, kRowBlocks, kKeyBlocks> kept;
-    kept.draw(DropoutRule(f, now.sequence, now.head), tile.row, tile.key, lane);
-    SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
+    DropoutMask<C, kRowBlocks, kKeyBlocks> kept;
+    kept.generate(DropoutRule(f, now.sequence, now.head), tile.row, tile.key, lane);
+    TileMaskBits<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
     seen.load_bits(f.block_mask, now.sequence, now.head, tile.row, tile.key, lane);
 
     wait_copies_and_sync();

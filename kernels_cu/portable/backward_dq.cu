@@ -141,7 +141,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     const int first_row = first + wave * kWaveRows;
     AddedScores<C, kRowBlocks, kKeyBlocks> added;
     added.load(rule, first_row, key_tiles.first_key(n), lane);
-    SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
+    TileMaskBits<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
     seen.load(key_tiles, n, first_row, lane);
     C s[kRowBlocks][kKeyBlocks];
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int b = 0; b < kKeyBlocks; b++) s[m][b] = C{}; }
@@ -169,7 +169,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     if (kStages == 2 && n + 1 < key_tiles.end) load(n + 1);
     target::copy_async_commit();
     if constexpr (kDropout) {
-      each_kept<C, kRowBlocks, kKeyBlocks>(
+      for_each_kept<C, kRowBlocks, kKeyBlocks>(
           dropout, first_row, key_tiles.first_key(n), lane,
           [&](int m, int b, int e, bool kept) { dp[m][b].x[e] = kept ? dp[m][b].x[e] * f.dropout.factor : 0.0f; });
     }

@@ -8,7 +8,7 @@ namespace decode {
 
 // How the rows of a key tile are found: without pages, all in one page, or each in its page (attn/page_rows.cuh).
 using Found = typename Either<
-    !kPaged, NoPages,
+    !kPaged, UnpagedTile,
     typename Either<kTileInPage, PageOfTile<kTileK, kPlainIntegers>, PageRows<kTileK, kPlainIntegers>>::Type>::Type;
 
 // The ring of a wave: kStages slots, each with the keys and then the values of a key tile. Its members are what
@@ -59,7 +59,7 @@ struct WaveRing {
   DEVICE void load(const ForwardParams& p, const Source& source, int slot, const Real& real, int lane) const {
     StoredKey* const keys = at(slot);
     StoredKey* const values = keys + kTileK * kPitchK;
-    source.found.tell(offsets, p.k_strides, p.v_strides, lane);
+    source.found.write_offsets(offsets, p.k_strides, p.v_strides, lane);
     source.found.template load<CopyK, false>(keys, source.k, p.k_strides, offsets, real, lane);
     source.found.template load<CopyV, true>(values, source.v, p.v_strides, offsets, real, lane);
   }

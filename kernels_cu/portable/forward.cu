@@ -66,7 +66,7 @@ using CopyK = RowCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kThreads, 
 using CopyV = RowCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kKeyBytes>;
 using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchOut, kThreads, kCopyBytes>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, order_of_keys<Visible>()>;
+using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, key_tile_order<Visible>()>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // How many steps of a product are unrolled. float32 products are shallow and have many steps: code for all of them
@@ -130,7 +130,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const auto q = rows_of<const Element>(p.q, p.q_strides, work.sequence, work.q, work.head, first);
   const auto k = rows_of_keys<kPaged, const StoredKey>(p.k, p.k_strides, p.pages, work.sequence, work.k, kv_head);
   const auto v = rows_of_keys<kPaged, const StoredKey>(p.v, p.v_strides, p.pages, work.sequence, work.k, kv_head);
-  const Reach<kPaged && (kLeft || kRight)> reach(visible, first, first + rows - 1);
+  const VisibleRange<kPaged && (kLeft || kRight)> range(visible, first, first + rows - 1);
 
   const auto keys_of = [&](int n) {
     return reinterpret_cast<StoredKey*>(elements + kKeysAt) + n % kStages * kTileK * kPitchK;
@@ -141,14 +141,14 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const auto load_keys = [&](int n) {
     const int row = key_tiles.first_key(n);
     StoredKey* const tile = keys_of(n);
-    CopyK::load(tile, k.from(row), reach.rows(row, work.k.length - row), thread);
+    CopyK::load(tile, k.from(row), range.rows(row, work.k.length - row), thread);
   };
   const auto load_values = [&](int n) {
     const int row = key_tiles.first_key(n);
     const auto real = rows_to_copy<kBlockMask>(p.block_mask, work.sequence, work.head, 1, row, work.k.length - row,
                                                is_partial<kBlockMask>(key_tiles, n));
     StoredKey* const tile = values_of(n);
-    CopyV::load(tile, v.from(row), reach.rows(row, real), thread);
+    CopyV::load(tile, v.from(row), range.rows(row, real), thread);
   };
   // After this, all copies issued so far have landed for all threads, and no thread still reads what it read before.
   const auto wait_copies_and_sync = [] {
@@ -213,10 +213,10 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     Added added;
     added.lines_by_step = lines_by_step;
     added.load(rule, first_row, key_tiles.first_key(n), lane);
-    SeenKeys<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
+    TileMaskBits<kBlockMask, C, kRowBlocks, kKeyBlocks> seen;
     seen.load(key_tiles, n, first_row, lane);
     RandomTile<C, kRowBlocks, kKeyBlocks> random;
-    random.draw(dropout, first_row, key_tiles.first_key(n), lane);
+    random.generate(dropout, first_row, key_tiles.first_key(n), lane);
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
     const StoredKey* const keys = keys_of(n);

@@ -21,8 +21,8 @@ struct Maps {
 };
 
 // The keys of one kv head of a sequence as coordinates of the tensor maps. look_up() finds the lane's box of a key
-// tile; tell() gives all coordinates but that of the column, for the tile before the last one that was looked up
-// (attn/page_rows.cuh).
+// tile; with_coordinates() gives all coordinates but that of the column, for the tile before the last one that was
+// looked up (attn/page_rows.cuh).
 template <bool kInPages>
 struct MappedKeys {
   PageOfTile<kBoxRows, kPlainIntegers> found;
@@ -34,13 +34,13 @@ struct MappedKeys {
 
   DEVICE void look_up(int first_key, int lane) { found.look_up(first_key + lane % kBoxes * kBoxRows, lane); }
   template <class Use>
-  DEVICE void tell(const Use& use) const {
+  DEVICE void with_coordinates(const Use& use) const {
     use(found.row, kv_head, 0, static_cast<int>(found.table.page_of(found.id)));
   }
 };
 template <>
 struct MappedKeys<false> {
-  NoPages found;
+  UnpagedTile found;
   sm90::MapRows rows;
   int kv_head;
 
@@ -50,7 +50,7 @@ struct MappedKeys<false> {
 
   DEVICE void look_up(int first_key, int lane) { found.look_up(first_key, lane); }
   template <class Use>
-  DEVICE void tell(const Use& use) const {
+  DEVICE void with_coordinates(const Use& use) const {
     use(rows.first + found.row, kv_head, rows.outer, rows.batch);
   }
 
@@ -107,7 +107,7 @@ struct EngineRing {
   DEVICE void load(const ForwardParams&, const Source& source, int slot, const Real&, int lane) const {
     if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kTileBytes);
     if (lane >= kBoxes) return;
-    source.tell([&](int row, int head, int outer, int page) {
+    source.with_coordinates([&](int row, int head, int outer, int page) {
       UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
         const bool of_keys = b < kBlocksQk;
         const int column = (of_keys ? b : b - kBlocksQk) * kColumns;

@@ -298,7 +298,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_values();
         mask.clear(s, self.values.slot, index);
         // In ascending order the sequence ends in the last tile, whose values are cleared after this loop.
-        if constexpr (order_of_keys<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, index);
+        if constexpr (key_tile_order<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, index);
         self.start_output(o, probabilities);
         prepare(n);
         ptx::wgmma_wait<1>();
@@ -435,7 +435,7 @@ KERNEL CLUSTER(forward::kCluster)
     if constexpr (kRagged) {
       constexpr int kWaves = 4 * kConsumers;
       const int wave = target::thread_index() / target::kWave - 4;
-      fill_padding(p.padding, p.found(p.padding.side), target::block_index() * kWaves + wave,
+      fill_padding(p.padding, p.resolve(p.padding.side), target::block_index() * kWaves + wave,
                    target::grid_size() * kWaves);
     }
     consume(p, maps, shared, warpgroup - 1);

@@ -115,7 +115,7 @@ constexpr int kHelpers = kValuesApart + 2 * (kRowWarps - 1) + kBiasWarps + kConv
 using Qk = ptx::Wgmma<Operand, kTileK>;
 using Pv = ptx::Wgmma<Operand, kDepthV>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
-using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, order_of_keys<Visible>()>;
+using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, key_tile_order<Visible>()>;
 using Keys = Meeting::Keys;
 template <bool kLate>
 struct SoftmaxOf {
@@ -133,11 +133,11 @@ constexpr bool kUnlike = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
 // Which keys of a sequence a mask of keys keeps, one bit for each key (sm90/forward_key_mask.cuh). first: the first
 // kept key; behind: the key after the last kept one, 0 if none is kept.
-struct KeptBits {
+struct KeptKeyBits {
   alignas(16) unsigned bits[kMostMaskedKeys / 32];
   int first, behind;
 };
-struct MaskedTile : WorkTile, KeptBits {};
+struct MaskedTile : WorkTile, KeptKeyBits {};
 // A piece of work as it lies in a work slot: a query tile, under stream-K with its range of key tiles, under a mask of
 // keys with the bits of its sequence.
 template <bool kPartial, bool kMasked>
@@ -245,7 +245,7 @@ struct OwnOrder<true> {
     const ForwardParams& f = p.forward;
     if (f.order != nullptr) return;
     // References, so that a kernel that carries no integers makes no copies of its parameters.
-    const Side &q = p.found(f.q_side), &k = p.found(f.k_side);
+    const Side &q = p.resolve(f.q_side), &k = p.resolve(f.k_side);
     OrderSequences<kThreads, OwnOrder>{q, k, f.batch, kClusterQ, *this}(0, shared);
     ptx::fence_copies();  // TMA writes there next
   }
@@ -272,7 +272,7 @@ struct OrderOfBlock {
   DEVICE OrderedSequence at(const ForwardParams& p, int position) const {
     if (data != nullptr) return data[position];
     const int sequence = own.sequences[position];
-    const Span q = span_of(params.found(p.q_side), sequence), k = span_of(params.found(p.k_side), sequence);
+    const Span q = span_of(params.resolve(p.q_side), sequence), k = span_of(params.resolve(p.k_side), sequence);
     return {q.start, k.start, q.length, k.length, sequence, own.first_tiles[position]};
   }
 };

@@ -16,7 +16,7 @@ static_assert(!kKeyMask || !(kBlockMask || kStreamK || kRagged || kCluster > 1),
 static_assert(!kKeyMask || kMostMaskedKeys <= 32 * target::kWave, "a lane has 32 keys");
 
 // Reads the mask of a piece of work; called by a whole warp. Keys outside the mask's extent are not kept.
-DEVICE void read_key_mask(const KeyMask& mask, KeptBits& kept, const WorkTile& work, int lane) {
+DEVICE void read_key_mask(const KeyMask& mask, KeptKeyBits& kept, const WorkTile& work, int lane) {
   constexpr int kAtOnce = 8, kWave = target::kWave;
   const unsigned char* const keep = mask.data + work.sequence * mask.batch;
   const int in_mask = mask.keys < kMostMaskedKeys ? mask.keys : kMostMaskedKeys;
@@ -64,13 +64,13 @@ DEVICE void read_key_masks(const Sm90ForwardParams& p, Memory& s, int lane) {
   }
 }
 
-// Which keys of a tile are kept. This is the counterpart of SeenKeys (attn/mask_bits.cuh), which is for masks with
+// Which keys of a tile are kept. This is the counterpart of TileMaskBits (attn/mask_bits.cuh), which is for masks with
 // rows.
 struct KeptOfTile {
   bool partial;
   HalfWords<kKeyBlocks> kept;
 
-  DEVICE void load(const KeptBits& keys, int first_key) {
+  DEVICE void load(const KeptKeyBits& keys, int first_key) {
     kept.load(reinterpret_cast<const unsigned short*>(keys.bits), first_key / 16, kMostMaskedKeys / 16);
     partial = !kept.all();
   }
@@ -91,7 +91,7 @@ struct DroppedValues {
 
   bool any, own;  // whether some key of the tile is not kept; whether this thread's key is not
 
-  DEVICE void load(const KeptBits& keys, const KeptOfTile& tile, int first_key) {
+  DEVICE void load(const KeptKeyBits& keys, const KeptOfTile& tile, int first_key) {
     const int row = target::thread_index() % kWarpgroup, key = first_key + row;
     any = tile.partial;
     own = row < kTileK && (key >= kMostMaskedKeys || (keys.bits[key / 32] >> key % 32 & 1) == 0);
@@ -107,7 +107,7 @@ struct DroppedValues {
 // products, hide() masks the scores, and clear() zeroes the values that no query sees.
 template <bool kOfKeys>
 struct MaskOfTile {
-  SeenKeys<kBlockMask, C, 1, kKeyBlocks> seen;
+  TileMaskBits<kBlockMask, C, 1, kKeyBlocks> seen;
   HiddenValues<kBlockMask> hidden;
 
   template <class OwnTiles>
@@ -128,7 +128,7 @@ struct MaskOfTile<true> {
   DroppedValues dropped;
 
   template <class OwnTiles>
-  DEVICE void load(const ForwardParams&, const KeptBits& keys, int, const OwnTiles& tiles, int n, int, int) {
+  DEVICE void load(const ForwardParams&, const KeptKeyBits& keys, int, const OwnTiles& tiles, int n, int, int) {
     kept.load(keys, tiles.first_key(n));
     dropped.load(keys, kept, tiles.first_key(n));
   }

@@ -22,7 +22,7 @@ struct KeyTileLoader<1> {
   static_assert(kRows % kAtOnce == 0, "no lane is idle");
 
   PageTable<> table;
-  Reach<kPagesLimited> reach;
+  VisibleRange<kPagesLimited> range;
   int length, lane;
   int first;  // the warp's first row in a tile
   int key;    // of the lane's first row; its others follow at a distance of 32
@@ -30,7 +30,7 @@ struct KeyTileLoader<1> {
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray&, int part, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
-        reach(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
+        range(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
         lane(lane),
         first(part * kRows) {}
@@ -64,7 +64,7 @@ struct KeyTileLoader<1> {
   // read.
   DEVICE unsigned find_row(const Strides& strides, int i) const {
     const int own = key + i * target::kWave;
-    if (!reach.meets(own, 1, length)) return kNowhere;
+    if (!range.overlaps(own, 1, length)) return kNowhere;
     const int64 page = table.page_of(ids[i]), in_page = own - table.entry(own) * table.rows;
     return static_cast<unsigned>((page * strides.batch + in_page * strides.row) * int(sizeof(StoredKey)) / 16);
   }

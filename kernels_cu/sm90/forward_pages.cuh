@@ -57,7 +57,7 @@ struct KeyTileLoader {
   static_assert(!kPaged || kCluster == 1, "boxes are loaded for one block");
 
   PageTable<> table;
-  Reach<kPagesLimited> reach;
+  VisibleRange<kPagesLimited> range;
   int length, lane;
   int next_page;  // what the map's last axis counts for a page: heads where boxes bring whole rows, else 1
   int page, at;   // of the lane's box: the coordinate of its page, and its first row in the page
@@ -66,7 +66,7 @@ struct KeyTileLoader {
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray& array, int, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
-        reach(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
+        range(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
         lane(lane),
         next_page(kWholeRows ? array.next_page : 1),
@@ -83,7 +83,7 @@ struct KeyTileLoader {
     at = 0;
     if (tile >= kAtOnce || n + tile >= end) return;
     const int key = key_tiles.first_key(n + tile) + box * kRows;
-    if (!reach.meets(key, kRows, length)) return;
+    if (!range.overlaps(key, kRows, length)) return;
     const int entry = table.entry(key);
     page = static_cast<int>(table.page(entry)) * next_page;
     at = key - entry * table.rows;

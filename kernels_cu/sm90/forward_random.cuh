@@ -18,22 +18,22 @@ struct RandomWords : RandomTile<C, 1, kKeyBlocks> {
   static constexpr int kHalf = kParts / 2;
 
   DEVICE void beside_scores(const DropoutRule& rule, int first_row, int first_key, int lane) {
-    if constexpr (kDropout && kHalves) draw_here<0, kHalf>(rule, first_row, first_key, lane);
+    if constexpr (kDropout && kHalves) generate_here<0, kHalf>(rule, first_row, first_key, lane);
   }
   DEVICE void beside_output(const DropoutRule& rule, int first_row, int first_key, int lane) {
-    if constexpr (kDropout && !kHalves) draw_here<0, kParts>(rule, first_row, first_key, lane);
+    if constexpr (kDropout && !kHalves) generate_here<0, kParts>(rule, first_row, first_key, lane);
   }
   DEVICE void beside_exponentials(const DropoutRule& rule, int first_row, int first_key, int lane) {
-    if constexpr (kDropout && kHalves) draw_parts<kHalf, kParts>(rule, first_row, first_key, lane);
+    if constexpr (kDropout && kHalves) generate_parts<kHalf, kParts>(rule, first_row, first_key, lane);
   }
 
  private:
   // Generates these parts where this is called, beside products: see ptx/compute_here.cuh.
   template <int kBegin, int kEnd>
-  DEVICE void draw_here(const DropoutRule& rule, int first_row, int first_key, int lane) {
+  DEVICE void generate_here(const DropoutRule& rule, int first_row, int first_key, int lane) {
     ptx::compute_here(first_key);
-    draw_parts<kBegin, kEnd>(rule, first_row, first_key, lane);
-    ptx::compute_here(together<kBegin, kEnd>());
+    generate_parts<kBegin, kEnd>(rule, first_row, first_key, lane);
+    ptx::compute_here(xor_of_words<kBegin, kEnd>());
   }
 };
 
