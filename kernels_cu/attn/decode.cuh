@@ -175,7 +175,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   if constexpr (kPaged)
     prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
   BlockLine line(p);
-  ring.wait_for_prerequisites();
+  ring.wait_for_prior_kernels();
   line.cut(*reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt));
   if (line.at >= line.end) return;
   Work<Ring> work;
@@ -277,7 +277,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
 
       const auto seen = work.mask.seen(p, first_key, lane);
       C s[kRowBlocks][kKeyBlocks];
-      multiply_rows<M, kSteps, kUnrolledSteps>(s, query, ring.keys(slot), lane);
+      product_with_rows<M, kSteps, kUnrolledSteps>(s, query, ring.keys(slot), lane);
       if (Ring::kLoadsLate) load_next();
       const SoftmaxScore<kScaleFirst> finish{rules.scale()};
       const Edges edges = visible.edges(first_key, first_key + kTileK - 1, work.first, work.last());

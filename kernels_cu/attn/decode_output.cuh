@@ -83,7 +83,7 @@ DEVICE void merge_parts(const ForwardParams& p, const SharedTile<Partials>& tile
   }
 #pragma unroll 1
   while (true) {
-    merge<SharedTile<Partials>::kAtOnce>(Output{p, tile.own}, thread, count, parts, merged);
+    merge<SharedTile<Partials>::kAtOnce>(Output{p, tile.segment}, thread, count, parts, merged);
     if (merged == nullptr) return;
     target::block_sync();
     count = bunch.bunches;

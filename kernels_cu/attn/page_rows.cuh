@@ -42,7 +42,7 @@ struct PageOfTile {
     const int entry = table.entry(first);
     id = next_id;
     row = next_row;
-    next_row = first - entry * table.rows;
+    next_row = first - entry * table.page_rows;
     next_id = table.id(entry);
   }
   DEVICE void write_offsets(int64*, const Strides&, const Strides&, int) const {}
@@ -80,7 +80,7 @@ struct PageRows {
       const int which = n * target::kWave + lane;
       const int row = first + of_lane(n, lane);
       const Strides& strides = which < kRows ? keys : values;
-      const int in_page = row - table.entry(row) * table.rows;
+      const int in_page = row - table.entry(row) * table.page_rows;
       if (which < 2 * kRows) offsets[which] = table.page_of(ids[n]) * strides.batch + in_page * strides.row;
     }
   }

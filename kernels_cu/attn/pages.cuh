@@ -50,11 +50,11 @@ DEVICE PageTable<kPlain> page_table(const Pages& pages, int sequence, const Span
   PageTable<kPlain> table;
   table.ids = static_cast<const unsigned char*>(pages.ids.data) + before * bytes;
   table.stride = pages.entry;
-  table.pages = pages.count;
-  table.rows = pages.page_size;
+  table.page_count = pages.count;
+  table.page_rows = pages.page_size;
   table.inverse = pages.inverse;
   table.shift = pages.shift;
-  table.last = span.length > 0 ? table.page_of_row(span.length - 1) : 0;
+  table.last_entry = span.length > 0 ? table.page_of_row(span.length - 1) : 0;
   table.is_64bit = pages.ids.is_64bit != 0;
   return table;
 }

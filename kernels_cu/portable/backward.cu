@@ -43,9 +43,9 @@ DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
   if constexpr (kOnTop) {
-    add_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
+    add_product_with_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
   } else {
-    multiply_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
+    product_with_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
   }
 }
 
@@ -56,12 +56,12 @@ DEVICE void add_product(C (&gradient)[kKeyBlocks][kDepthBlocks], const C (&x)[kK
                         const Element* tile, const Element* other, int lane) {
   const auto operand = [&](int m, int step) {
     if constexpr (M::kAccumulatorFeedsA && kColumnWaves == 1) {
-      return M::kept(x[m][step]);
+      return M::stashed_operand(x[m][step]);
     } else {
       return M::load_a(tile + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
     }
   };
-  multiply_columns<M, kQuerySteps, kQueryUnroll>(gradient, operand, pitched_tile<kPitch>(other), lane);
+  add_product_with_columns<M, kQuerySteps, kQueryUnroll>(gradient, operand, pitched_tile<kPitch>(other), lane);
 }
 
 // Copies the tile of the bias from first_row and first_key on. Behind its extents the last row repeats, and keys are 0.

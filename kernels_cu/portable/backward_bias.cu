@@ -67,7 +67,7 @@ DEVICE void multiply(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, const E
   const auto operand = [&](int m, int step) {
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
-  multiply_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
+  product_with_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
 // A wave's part of one tile, with the members that finish_scores() asks of key tiles.

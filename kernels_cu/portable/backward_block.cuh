@@ -77,13 +77,13 @@ using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 // The key tile of a block, and which part of the tile's turns is the block's. Several blocks share a key tile where key
 // tiles are few (kSplit), or where only those with sink tokens meet many queries (kSplitSinks).
 DEVICE KeyPart find_part(const BackwardParams& p, int64 index) {
-  constexpr bool kAllTold = kUnitShift != 0;  // see `OrderOfWaves`
+  constexpr bool kAllUniform = kUnitShift != 0;  // see `OrderOfWaves`
   if constexpr (kSplitSinks) {
-    return find_part_of_sinks<kRagged, kTileK, kAllTold>(p, index);
+    return find_part_of_sinks<kRagged, kTileK, kAllUniform>(p, index);
   } else if constexpr (kSplit) {
-    return find_key_part<kRagged, kTileK, kAllTold>(p, index);
+    return find_key_part<kRagged, kTileK, kAllUniform>(p, index);
   } else {
-    return {find_key_work_tile<kRagged, kTileK, kAllTold>(p, index), 0, 1};
+    return {find_key_work_tile<kRagged, kTileK, kAllUniform>(p, index), 0, 1};
   }
 }
 using Walk = Either<kBlockMask, ListedWalk, Either<kSplit, SharedWalk, WholeWalk>::Type>::Type;

@@ -65,7 +65,7 @@ DEVICE void add_product(C (&x)[kRowBlocks][kKeyBlocks], const Element* own, cons
   const auto operand = [&](int m, int step) {
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
-  add_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
+  add_product_with_rows<M, kSteps, kSteps <= 16 ? kSteps : 4>(x, operand, pitched_tile<kPitch>(other), lane);
 }
 
 }  // namespace backward_dq

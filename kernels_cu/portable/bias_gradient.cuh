@@ -101,7 +101,7 @@ struct BiasGradientTile {
     if constexpr (kApartRows) {
       *reinterpret_cast<EightKeys*>(at) = keys;
     } else {
-      target::store_once(at, keys.pairs);
+      target::store_streaming(at, keys.pairs);
     }
   }
 

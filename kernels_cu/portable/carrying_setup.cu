@@ -26,7 +26,7 @@ struct InParameters {
 KERNEL LAUNCH_BOUNDS(ragged_setup::kThreads, 1) void rawattn_carrying_setup(PARAMETER CarryingSetupParams p) {
   using namespace ragged_setup;
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   SHARED_MEMORY(shared, kSharedBytes);
   if (target::block_index() == 0) {
     for (int i = target::thread_index(); i < p.count; i += kThreads) p.to[i] = p.words[i];

@@ -64,7 +64,7 @@ struct WaveRing {
     source.found.template load<CopyV, true>(values, source.v, p.v_strides, offsets, real, lane);
   }
   DEVICE void commit() const { target::copy_async_commit(); }
-  DEVICE void wait_for_prerequisites() const {}  // the kernel is not launched early (`Step.early`)
+  DEVICE void wait_for_prior_kernels() const {}  // the kernel is not launched early (`Step.early`)
   DEVICE void launch_dependents() const {}
   DEVICE void wait_for_queries() const { target::copy_async_wait<kStages - 1>(); }
   // Waits for the lane's own copies of the oldest tile, the one in the slot.

@@ -220,7 +220,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     C s[kRowBlocks][kKeyBlocks];
     const auto query = [&](int m, int step) { return queries(m, step, lane); };
     const StoredKey* const keys = keys_of(n);
-    multiply_rows<M, kSteps, kUnrolledSteps>(s, query, pitched_tile<kPitchK>(keys), lane);
+    product_with_rows<M, kSteps, kUnrolledSteps>(s, query, pitched_tile<kPitchK>(keys), lane);
     if constexpr (kStages == 2) {
       // Issued behind the product: issuing copies takes a while, and the product must not wait for it.
       if (n + 1 < key_tiles.end) {

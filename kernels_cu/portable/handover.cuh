@@ -6,15 +6,15 @@
 //
 // The product with dout takes the probability rounded to the element type, and dS is rounded in the end. To round the
 // weight in between as well makes the error of dq and dk 1.2 times as large, so weights keep more digits than bfloat16
-// has. Where the rounded probability is an operand in registers, the weight goes from lane to lane (tile/by_lanes.cuh),
-// as float32 or as float16, and no matrix store rearranges it. Where that operand lies in shared memory, there is room
-// for 16 bits of the weight beside it (docs/notes/portable-backward.md).
+// has. Where the rounded probability is an operand in registers, the weight goes from lane to lane
+// (tile/lane_to_lane.cuh), as float32 or as float16, and no matrix store rearranges it. Where that operand lies in
+// shared memory, there is room for 16 bits of the weight beside it (docs/notes/portable-backward.md).
 #pragma once
 
 #include "attn/score_rule.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
-#include "tile/by_lanes.cuh"
+#include "tile/lane_to_lane.cuh"
 
 // kOperandTile: whether the probabilities lie in shared memory as an operand already. kPitch: that of all tiles.
 template <class Element, bool kOperandTile, int kPitch>
@@ -49,9 +49,9 @@ struct Handover {
   // second: the other tile, where there are two.
   DEVICE static void store(const C& weights, Element* tile, Element* second, int lane) {
     if constexpr (kWide) {
-      store_by_lanes(weights, tile, second, kPitch, lane);
+      store_lane_to_lane(weights, tile, second, kPitch, lane);
     } else if constexpr (kNarrow && kByLanes) {
-      store_pairs_by_lanes<target::Mma<float16>>(weights, tile, kPitch, lane);
+      store_lane_to_lane_16bit<target::Mma<float16>>(weights, tile, kPitch, lane);
     } else if constexpr (kNarrow) {
       store_accumulator<target::Mma<float16>>(weights, reinterpret_cast<float16*>(tile), kPitch, lane);
     } else {
@@ -60,9 +60,9 @@ struct Handover {
   }
   DEVICE static C load(const Element* tile, const Element* second, int lane) {
     if constexpr (kWide) {
-      return load_by_lanes<C>(tile, second, kPitch, lane);
+      return load_lane_to_lane<C>(tile, second, kPitch, lane);
     } else if constexpr (kNarrow && kByLanes) {
-      return load_pairs_by_lanes<target::Mma<float16>, C>(tile, kPitch, lane);
+      return load_lane_to_lane_16bit<target::Mma<float16>, C>(tile, kPitch, lane);
     } else if constexpr (kNarrow) {
       return load_accumulator<target::Mma<float16>, C>(reinterpret_cast<const float16*>(tile), kPitch, lane);
     } else {

@@ -39,7 +39,7 @@ DEVICE void count(const KeptLengths& p, const KeptKeys& kept, int block) {
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_kept_setup(PARAMETER KeptSetupParams p) {
   using namespace kept_setup;
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   const KeptKeys& kept = p.rows.kept;
   int block = target::block_index();
   // Blocks that read many entries one after the other come first.

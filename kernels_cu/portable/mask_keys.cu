@@ -5,7 +5,7 @@
 
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_keys(PARAMETER MaskKeysParams p) {
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   const int64 index = int64(target::block_index()) * config::kThreads + target::thread_index();
   if (index >= int64(p.planes) * p.words) return;
   const int64 plane = index / p.words;

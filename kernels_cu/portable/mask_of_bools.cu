@@ -18,7 +18,7 @@ DEVICE unsigned bits_of_bytes(unsigned x) {
 
 KERNEL LAUNCH_BOUNDS(mask_writing::kThreads, 1) void rawattn_mask_of_bools(PARAMETER BoolsMaskParams p) {
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   using namespace mask_of_bools;
   SHARED_MEMORY(flags, mask_writing::kSharedBytes);
   const auto half_word = [&](int batch, int head, int row, int word) {

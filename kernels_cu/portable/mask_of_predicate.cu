@@ -3,7 +3,7 @@
 
 KERNEL LAUNCH_BOUNDS(mask_writing::kThreads, 1) void rawattn_mask_of_predicate(PARAMETER PredicateMaskParams p) {
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   SHARED_MEMORY(flags, mask_writing::kSharedBytes);
   const auto half_word = [&](int batch, int head, int row, int word) {
     unsigned bits = 0;

@@ -97,7 +97,7 @@ DEVICE int add(int* list, int count, int capacity, int part, const Granules& gra
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER MaskTilesParams p) {
   using namespace mask_tiles;
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   const ForwardParams& f = p.forward;
   const TileLists& lists = f.block_mask.lists;
   const int lane = target::thread_index() % target::kWave;
@@ -135,7 +135,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
     SHARED_MEMORY(shared, kSharedBytes);
     target::wave_sync();
     unsigned* const listed = p.listed + int64(sequence) * lists.nheads + head;
-    const bool last = lane == 0 && target::fetch_add_in_order(listed, 1) + 1 == static_cast<unsigned>(p.tiles);
+    const bool last = lane == 0 && target::fetch_add_acq_rel(listed, 1) + 1 == static_cast<unsigned>(p.tiles);
     if (!target::wave_any(last)) return;
     target::wave_sync();
     if (lane == 0) *listed = 0;  // for the next launch

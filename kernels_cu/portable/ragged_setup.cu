@@ -4,7 +4,7 @@
 KERNEL LAUNCH_BOUNDS(ragged_setup::kThreads, 1) void rawattn_ragged_setup(PARAMETER RaggedSetupParams p) {
   using namespace ragged_setup;
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   SHARED_MEMORY(shared, kSharedBytes);
   run(p, target::block_index(), InMemory{}, shared);
 }

@@ -150,8 +150,8 @@ DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier
   host::copy_tensor(shared, *map, barrier, {c0, c1, c2, c3, c4}, kReceivers);
 }
 
-DEVICE void copy_tensor_5d_once(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
-                                int c4) {
+DEVICE void copy_tensor_5d_evict_first(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2,
+                                       int c3, int c4) {
   copy_tensor_5d(shared, map, barrier, c0, c1, c2, c3, c4);
 }
 

@@ -37,8 +37,8 @@ DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier
 }
 
 // Loads a box to this block that nobody reads again: the L2 cache evicts it first.
-DEVICE void copy_tensor_5d_once(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
-                                int c4) {
+DEVICE void copy_tensor_5d_evict_first(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2,
+                                       int c3, int c4) {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(

@@ -111,8 +111,8 @@ struct EngineRing {
       UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
         const bool of_keys = b < kBlocksQk;
         const int column = (of_keys ? b : b - kBlocksQk) * kColumns;
-        ptx::copy_tensor_5d_once(bytes(slot) + b * kBlockBytes + lane * kBoxRows * 128, of_keys ? &maps.k : &maps.v,
-                                 &full[slot], column, row, head, outer, page);
+        ptx::copy_tensor_5d_evict_first(bytes(slot) + b * kBlockBytes + lane * kBoxRows * 128,
+                                        of_keys ? &maps.k : &maps.v, &full[slot], column, row, head, outer, page);
       }
     });
   }
@@ -142,9 +142,9 @@ struct EngineRing {
   DEVICE void values_are_clean() const { ptx::fence_copies(); }
   // Makes the initialised barriers visible to all lanes, and waits for earlier kernels, whose results are read from
   // here on.
-  DEVICE void wait_for_prerequisites() const {
+  DEVICE void wait_for_prior_kernels() const {
     target::block_sync();
-    target::wait_for_prerequisites();
+    target::wait_for_prior_kernels();
   }
   // Lets blocks of the next kernel start, no earlier than at the end: blocks that wait for long start in an order that
   // costs large batches 1 % of the memory bandwidth (docs/notes/decode.md).

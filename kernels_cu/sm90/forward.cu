@@ -400,7 +400,7 @@ KERNEL CLUSTER(forward::kCluster)
   if constexpr (kInterleaved) clear_last_rows(shared);
   Slopes<kRamp>::write_keys(shared);
   target::launch_dependents();
-  target::wait_for_prerequisites();
+  target::wait_for_prior_kernels();
   shared.own_order.find(p, shared.queries[0]);
   if constexpr (kCluster == 1) {
     target::block_sync();

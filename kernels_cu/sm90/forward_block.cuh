@@ -127,9 +127,9 @@ struct SoftmaxOf<true> {
 };
 using Softmax = SoftmaxOf<kLateScaling>::Type;
 
-// Dense batches whose last query rows see the most keys: stream-K counts the keys of each query tile there (UnlikeLine
-// in attn/schedule/stream_k.cuh).
-constexpr bool kUnlike = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft;
+// Dense batches whose last query rows see the most keys: stream-K counts the keys of each query tile there
+// (UnequalTilesLine in attn/schedule/stream_k.cuh).
+constexpr bool kUnequalTiles = kStreamK && !kRagged && !kBlockMask && kRight && !kLeft;
 static_assert(!kBlockMask || kCluster == 1, "a mask's lists are of one block's tiles");
 // Which keys of a sequence a mask of keys keeps, one bit for each key (sm90/forward_key_mask.cuh). first: the first
 // kept key; behind: the key after the last kept one, 0 if none is kept.

@@ -75,7 +75,7 @@ DEVICE void convert_tile(unsigned char* tile, const unsigned char* stored) {
   constexpr int kGroups = kTileK / 8, kAll = kBlocks * kGroups;  // groups of 8 rows: of a block; of all blocks
   constexpr int kAhead = 4;
   // Read anew: otherwise what depends on the lane would be kept from tile to tile, and there are no registers for that.
-  const int lane = target::thread_index_anew() % target::kWave;
+  const int lane = target::reload_thread_index() % target::kWave;
   const int row = lane / 8 ^ lane / 4 % 2 * 5, chunk = lane % 4;
   const unsigned char* const from[2] = {stored + row * 128 + (chunk ^ row) * 16,
                                         stored + row * 128 + (chunk ^ row ^ 4) * 16};
@@ -146,7 +146,7 @@ static_assert(!kConvertsQueries || kQuerySlots == 1, "they are in the first slot
 // two of its own, which is returned: the unit of the warp's products.
 DEVICE float convert_queries(SharedMemory& s, int consumer) {
   // Read anew: otherwise addresses would be kept across the loop over key tiles.
-  const int thread = target::thread_index_anew() - kWarpgroup, lane = thread % target::kWave;
+  const int thread = target::reload_thread_index() - kWarpgroup, lane = thread % target::kWave;
   Element* const first = reinterpret_cast<Element*>(s.queries[0]) + thread / target::kWave * 16 * kColumns;
   const QueryTile<kBlocksQk, 16 * kColumns, kTileRows * kColumns> rows{first};
   const int exponent = rows.exponent(lane);

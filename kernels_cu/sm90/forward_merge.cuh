@@ -102,7 +102,7 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   // Read anew: otherwise what depends on the index would be computed before the loop over key tiles and kept across it.
   // The shuffle tells the compiler that the warp is the same for all lanes, which keeps the descriptors of products in
   // uniform registers (docs/notes/hopper-forward.md).
-  const int thread = target::thread_index_anew() - kWarpgroup;
+  const int thread = target::reload_thread_index() - kWarpgroup;
   const int lane = thread % 32, warp = target::wave_uniform(thread / 32);
   const TileRow own = tile_row(warp * 16);
   const int first_row = first_row_of(work, warp * 16, own);

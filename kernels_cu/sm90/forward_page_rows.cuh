@@ -65,7 +65,7 @@ struct KeyTileLoader<1> {
   DEVICE unsigned find_row(const Strides& strides, int i) const {
     const int own = key + i * target::kWave;
     if (!range.overlaps(own, 1, length)) return kNowhere;
-    const int64 page = table.page_of(ids[i]), in_page = own - table.entry(own) * table.rows;
+    const int64 page = table.page_of(ids[i]), in_page = own - table.entry(own) * table.page_rows;
     return static_cast<unsigned>((page * strides.batch + in_page * strides.row) * int(sizeof(StoredKey)) / 16);
   }
   // Copies the rows of find i. kAll: none of them is kNowhere.

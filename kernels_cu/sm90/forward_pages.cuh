@@ -79,14 +79,14 @@ struct KeyTileLoader {
     if (--ahead >= 0) return;
     ahead = kAtOnce - 1;
     tile = lane / kBoxes;
-    page = static_cast<int>(table.pages) * next_page;
+    page = static_cast<int>(table.page_count) * next_page;
     at = 0;
     if (tile >= kAtOnce || n + tile >= end) return;
     const int key = key_tiles.first_key(n + tile) + box * kRows;
     if (!range.overlaps(key, kRows, length)) return;
     const int entry = table.entry(key);
     page = static_cast<int>(table.page(entry)) * next_page;
-    at = key - entry * table.rows;
+    at = key - entry * table.page_rows;
   }
 
   // Loads the key tile of the last find().

@@ -58,8 +58,8 @@ DEVICE StreamLine stream_line(const Sm90ForwardParams& p, const BlockOrder& orde
   }
 }
 DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int at) {
-  if (kUnlike && p.stream_k.rows > 0) {
-    const UnlikeLine<kClusterQ, kHeadsPerTile> line{p.forward, p.stream_k};
+  if (kUnequalTiles && p.stream_k.rows > 0) {
+    const UnequalTilesLine<kClusterQ, kHeadsPerTile> line{p.forward, p.stream_k};
     line.find(work, index, at, [&](const WorkTile& tile) {
       const int count = key_tiles_of(p.forward, tile).count();
       return count > 0 ? count : 1;
@@ -74,7 +74,7 @@ DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& o
   work.keys = work.whole ? all : part_of(all, work.keys.begin, work.keys.end, work.units);
 }
 // Where in the stream-K line the rest of this piece begins, which is in the next query tile; negative if there is none.
-DEVICE int next_item(const WorkItem& work) { return work.goes_on ? work.behind() : -1; }
+DEVICE int next_item(const WorkItem& work) { return work.goes_on ? work.tile_end() : -1; }
 DEVICE int next_item(const WorkTile&) { return -1; }
 
 // kByLength: by the sequence's length alone; else a mask of keys, which must have been read, counts too.

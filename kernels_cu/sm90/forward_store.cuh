@@ -72,7 +72,7 @@ DEVICE void store_rows(const ForwardParams& p, const WorkTile& work, const C (&o
 template <class OutMaps, class OutBuffer>
 DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuffer& outputs, const WorkTile& work,
                         const C (&o)[1][kOutBlocks]) {
-  const int thread = target::thread_index_anew() - kWarpgroup;
+  const int thread = target::reload_thread_index() - kWarpgroup;
   const int lane = thread % 32, warp_row = thread / 32 * 16;
   unsigned char* const rows = outputs.bytes + warp_row * 128;
   if (lane == 0) ptx::wait_stores_read();  // of this warp's previous tile

@@ -33,7 +33,7 @@ struct Tickets {
   // and nothing waits for it before it is used.
   DEVICE unsigned draw() const {
     if (cluster_rank<kCluster>() != 0) return 0;
-    const unsigned ticket = target::fetch_increment(counters);
+    const unsigned ticket = target::fetch_increment_deferred(counters);
     if constexpr (kCluster > 1) {
       ptx::mbarrier_wait(&box.empty, parity);
       for (int to = 0; to < kCluster; to++) ptx::send(&box.ticket, ticket, &box.full, to);

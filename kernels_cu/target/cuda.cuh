@@ -31,7 +31,7 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE int thread_index() { return threadIdx.x; }
 // The same index, read again from its special register. The compiler does not know that it is the same, so it neither
 // keeps in registers nor computes early what depends on it.
-DEVICE int thread_index_anew() {
+DEVICE int reload_thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
@@ -50,7 +50,7 @@ DEVICE void launch_dependents() {
 }
 // Waits until all earlier kernels of the stream are done and their writes are visible. Each thread must call it before
 // it touches memory that those kernels write. Before the call it may only prefetch such memory.
-DEVICE void wait_for_prerequisites() {
+DEVICE void wait_for_prior_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -198,7 +198,7 @@ DEVICE void atomic_add(unsigned long long* address, unsigned long long x) {
 
 // add_pairs() for GPUs without an instruction for it: reads, adds in float32 and writes.
 template <class T>
-DEVICE void add_pairs_by_float(T* address, const unsigned (&x)[4]) {
+DEVICE void add_pairs_in_float32(T* address, const unsigned (&x)[4]) {
   UNROLL for (int i = 0; i < 8; i++) {
     const T added{static_cast<unsigned short>(x[i / 2] >> i % 2 * 16)};
     address[i] = from_float<T>(to_float(address[i]) + to_float(added));
@@ -206,7 +206,7 @@ DEVICE void add_pairs_by_float(T* address, const unsigned (&x)[4]) {
 }
 
 // Writes 16 bytes that are not read again soon: they leave the caches first.
-DEVICE void store_once(void* address, const unsigned (&x)[4]) {
+DEVICE void store_streaming(void* address, const unsigned (&x)[4]) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
@@ -218,7 +218,7 @@ DEVICE void add_pairs(float16* address, const unsigned (&x)[4]) {
                "r"(x[3])
                : "memory");
 #else
-  add_pairs_by_float(address, x);
+  add_pairs_in_float32(address, x);
 #endif
 }
 DEVICE void add_pairs(bfloat16* address, const unsigned (&x)[4]) {
@@ -227,7 +227,7 @@ DEVICE void add_pairs(bfloat16* address, const unsigned (&x)[4]) {
                "r"(x[3])
                : "memory");
 #else
-  add_pairs_by_float(address, x);
+  add_pairs_in_float32(address, x);
 #endif
 }
 
@@ -239,7 +239,7 @@ DEVICE void fence_device() { __threadfence(); }
 DEVICE unsigned fetch_add(unsigned* counter, unsigned x) { return atomicAdd(counter, x); }
 // fetch_add() that is also a fence. Between two barriers of the block it is one for all threads of the block: their
 // writes are visible before the addition, and what other blocks wrote before their additions is visible to all of them.
-DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) {
+DEVICE unsigned fetch_add_acq_rel(unsigned* counter, unsigned x) {
   unsigned was;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(x) : "memory");
   return was;
@@ -247,7 +247,7 @@ DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) {
 // Adds 1 to a counter that stays below 2^32 - 2 and returns its previous value, which the thread does not wait for
 // until it uses it. The compiler turns atomicAdd into one addition for all lanes of a warp, even where a single lane
 // calls it, and waits for the result in order to distribute it. It does not do so to atomicInc, which may wrap around.
-DEVICE unsigned fetch_increment(unsigned* counter) { return atomicInc(counter, ~1u); }
+DEVICE unsigned fetch_increment_deferred(unsigned* counter) { return atomicInc(counter, ~1u); }
 
 DEVICE unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 
@@ -266,7 +266,7 @@ DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
 }
 // copy_async() of data that is read only once: the L2 cache evicts it first.
 template <int kBytes>
-DEVICE void copy_async_once(unsigned shared, const void* global, bool valid) {
+DEVICE void copy_async_evict_first(unsigned shared, const void* global, bool valid) {
   const int readable = valid ? kBytes : 0;
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -152,9 +152,10 @@ struct Mma16Bit {
     }
     return c;
   }
-  // Keeps an A operand in the first registers of an accumulator whose values are no longer needed; kept() returns it.
-  DEVICE static void keep(C& c, const A& a) { UNROLL for (int i = 0; i < 4; i++) c.x[i] = float_of(a.r[i]); }
-  DEVICE static A kept(const C& c) {
+  // Keeps an A operand in the first registers of an accumulator whose values are no longer needed; stashed_operand()
+  // returns it.
+  DEVICE static void stash_operand(C& c, const A& a) { UNROLL for (int i = 0; i < 4; i++) c.x[i] = float_of(a.r[i]); }
+  DEVICE static A stashed_operand(const C& c) {
     A a;
     UNROLL for (int i = 0; i < 4; i++) a.r[i] = bits_of(c.x[i]);
     return a;

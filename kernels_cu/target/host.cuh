@@ -60,7 +60,7 @@ unsigned char* shared_pointer(unsigned address);
 void meet_wave(const char* name, int detail, Combine combine, void* payload);
 void meet_block();
 void launch_dependents();
-void wait_for_prerequisites();
+void wait_for_prior_kernels();
 void named_barrier(int id, int threads, bool wait);
 void stmatrix(void* row, const unsigned (&r)[4]);
 void copy_later(void* shared, const void* global, int bytes, bool valid);
@@ -91,12 +91,12 @@ DEVICE unsigned bits_of(float x) {
 DEVICE float infinity() { return float_of(0x7f800000); }
 
 DEVICE int thread_index() { return host::thread_index(); }
-DEVICE int thread_index_anew() { return host::thread_index(); }
+DEVICE int reload_thread_index() { return host::thread_index(); }
 DEVICE int block_index() { return host::block_index(); }
 DEVICE unsigned grid_size() { return static_cast<unsigned>(host::grid_size()); }
 
 DEVICE void launch_dependents() { host::launch_dependents(); }
-DEVICE void wait_for_prerequisites() { host::wait_for_prerequisites(); }
+DEVICE void wait_for_prior_kernels() { host::wait_for_prior_kernels(); }
 DEVICE void block_sync() { host::meet_block(); }
 DEVICE void barrier_sync(int id, int threads) { host::named_barrier(id, threads, true); }
 DEVICE void barrier_arrive(int id, int threads) { host::named_barrier(id, threads, false); }
@@ -273,7 +273,7 @@ DEVICE void copy_async(unsigned shared, const void* global, bool valid) {
   copy_async<kBytes>(static_cast<void*>(host::shared_pointer(shared)), global, valid);
 }
 template <int kBytes>
-DEVICE void copy_async_once(unsigned shared, const void* global, bool valid) {
+DEVICE void copy_async_evict_first(unsigned shared, const void* global, bool valid) {
   copy_async<kBytes>(shared, global, valid);
 }
 DEVICE void copy_async_commit() { host::commit_copies(); }
@@ -294,7 +294,7 @@ DEVICE void atomic_add(float* address, const float (&x)[kCount]) {
 
 DEVICE void atomic_add(unsigned long long* address, unsigned long long x) { *address += x; }
 
-DEVICE void store_once(void* address, const unsigned (&x)[4]) {
+DEVICE void store_streaming(void* address, const unsigned (&x)[4]) {
   if (reinterpret_cast<unsigned long long>(address) % sizeof(x) != 0) host::fail("16 bytes are stored to %p", address);
   __builtin_memcpy(address, x, sizeof(x));
 }
@@ -316,8 +316,8 @@ DEVICE unsigned fetch_add(unsigned* counter, unsigned x) {
   return was;
 }
 
-DEVICE unsigned fetch_add_in_order(unsigned* counter, unsigned x) { return fetch_add(counter, x); }
-DEVICE unsigned fetch_increment(unsigned* counter) { return fetch_add(counter, 1u); }
+DEVICE unsigned fetch_add_acq_rel(unsigned* counter, unsigned x) { return fetch_add(counter, x); }
+DEVICE unsigned fetch_increment_deferred(unsigned* counter) { return fetch_add(counter, 1u); }
 
 DEVICE unsigned shared_address(const void* pointer) { return host::shared_address(pointer); }
 DEVICE void stmatrix(void* row, const unsigned (&r)[4]) { host::stmatrix(row, r); }

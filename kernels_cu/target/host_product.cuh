@@ -295,14 +295,14 @@ struct Mma {
     for (int e = 0; e < Map::kElementsA; e++) c.x[e] = to_float(a.x[e]);
     return c;
   }
-  // Keeps an A operand in the first registers of an accumulator whose values are no longer needed; kept() returns it.
-  // The accumulator's other registers are lost, so they become NaN.
-  DEVICE static void keep(C& c, const A& a) {
+  // Keeps an A operand in the first registers of an accumulator whose values are no longer needed; stashed_operand()
+  // returns it. The accumulator's other registers are lost, so they become NaN.
+  DEVICE static void stash_operand(C& c, const A& a) {
     static_assert(kAccumulatorFeedsA && sizeof(A) <= sizeof(C), "an operand has room");
     for (int e = 0; e < C::kElements; e++) c.x[e] = float_of(0x7fc00000);
     __builtin_memcpy(c.x, a.x, sizeof(a.x));
   }
-  DEVICE static A kept(const C& c) {
+  DEVICE static A stashed_operand(const C& c) {
     A a;
     __builtin_memcpy(a.x, c.x, sizeof(a.x));
     return a;

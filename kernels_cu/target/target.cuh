@@ -4,19 +4,19 @@
 //   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), CLUSTER(blocks), PARAMETER, UNROLL,
 //              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment), OFFSET_OF(type, field)
 //   types      float16, bfloat16, float8 (e4m3); int64
-//   index      thread_index(), thread_index_anew(), block_index(), grid_size(), kWave (lanes of a wave)
+//   index      thread_index(), reload_thread_index(), block_index(), grid_size(), kWave (lanes of a wave)
 //   numbers    infinity()
 //   order      block_sync(), wave_sync(), barrier_sync(id, threads), barrier_arrive(id, threads), fence_device()
-//   launches   launch_dependents(), wait_for_prerequisites()
+//   launches   launch_dependents(), wait_for_prior_kernels()
 //   exchange   shuffle(x, lane), shuffle_xor(x, mask), wave_any(predicate), wave_max(x), wave_count(predicate),
 //              wave_uniform(x)
 //   maths      exp2(x), log2(x), tanh(x), reciprocal(x) (a few bits less accurate), exp(x), log(x), sin(x), cos(x),
 //              sqrt(x), floor(x), fmod(x, y), pow(x, y)
 //   types      bits_of(x), float_of(bits), to_float(x), from_float<T>(x), float16_pairs(pairs, x)
-//   sums       atomic_add(address, x), add_pairs(address, x), fetch_add(counter, x), fetch_add_in_order(counter, x),
-//              fetch_increment(counter)
-//   memory     prefetch(address), store_once(address, x), shared_address(pointer)
-//   copies     copy_async<bytes>(shared, global, valid), copy_async_once<bytes>(shared, global, valid),
+//   sums       atomic_add(address, x), add_pairs(address, x), fetch_add(counter, x), fetch_add_acq_rel(counter, x),
+//              fetch_increment_deferred(counter)
+//   memory     prefetch(address), store_streaming(address, x), shared_address(pointer)
+//   copies     copy_async<bytes>(shared, global, valid), copy_async_evict_first<bytes>(shared, global, valid),
 //              copy_async_commit(), copy_async_wait<pending>()
 //   product    Mma<T>: fragments of a 16 x 16 x kDepth product, how they are loaded, which row and column a lane holds.
 //              Fragments of float8 tiles have the columns of a block in another order (column_of_float8). stmatrix()

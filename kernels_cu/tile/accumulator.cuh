@@ -28,10 +28,10 @@ DEVICE C load_accumulator(const T* tile, int pitch, int lane) {
   }
 }
 
-// Turns an accumulator into the A operand that it feeds, kept in the accumulator's own first registers (M::kept() reads
-// it). The operand then holds no registers of its own over the code that follows, even if another branch of that code
-// has an accumulator in the same variable.
+// Turns an accumulator into the A operand that it feeds, kept in the accumulator's own first registers
+// (M::stashed_operand() reads it). The operand then holds no registers of its own over the code that follows, even if
+// another branch of that code has an accumulator in the same variable.
 template <class M, class C>
 DEVICE void become_operand(C& c) {
-  if constexpr (M::kAccumulatorFeedsA) M::keep(c, M::from_accumulator(c));
+  if constexpr (M::kAccumulatorFeedsA) M::stash_operand(c, M::from_accumulator(c));
 }

@@ -8,7 +8,8 @@
 
 // X += A B, where B[k][n] is column k of the tile's row n: dot products with the tile's rows, as in Q K^T.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
-DEVICE void add_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
+DEVICE void add_product_with_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile,
+                                  int lane) {
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; step++) {
     typename M::A a[kRowBlocks];
@@ -22,14 +23,15 @@ DEVICE void add_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, 
 
 // X = A B with the same B.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
-DEVICE void multiply_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
+DEVICE void product_with_rows(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int n = 0; n < kColumnBlocks; n++) x[m][n] = C{}; }
-  add_rows<M, kSteps, kUnrolled>(x, operand, tile, lane);
+  add_product_with_rows<M, kSteps, kUnrolled>(x, operand, tile, lane);
 }
 
 // X += A B, where B[k][n] is column n of the tile's row k: sums of the tile's rows weighted by A, as in P V.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
-DEVICE void multiply_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile, int lane) {
+DEVICE void add_product_with_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& operand, const Tile& tile,
+                                     int lane) {
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; step++) {
     typename M::A a[kRowBlocks];
@@ -41,8 +43,8 @@ DEVICE void multiply_columns(C (&x)[kRowBlocks][kColumnBlocks], const Operand& o
   }
 }
 
-// X += P B with the B of multiply_columns(). P is in the wave's accumulators. Where an accumulator cannot serve as an
-// operand, P goes through `slab`, rows of shared memory that the wave has to itself.
+// X += P B with the B of add_product_with_columns(). P is in the wave's accumulators. Where an accumulator cannot serve
+// as an operand, P goes through `slab`, rows of shared memory that the wave has to itself.
 template <class M, int kUnrolled, int kPitchP, class C, int kRowBlocks, int kColumnBlocks, int kDepthBlocks, class T,
           class Tile>
 DEVICE void multiply_accumulators(C (&x)[kRowBlocks][kColumnBlocks], const C (&p)[kRowBlocks][kDepthBlocks], T* slab,
@@ -62,6 +64,6 @@ DEVICE void multiply_accumulators(C (&x)[kRowBlocks][kColumnBlocks], const C (&p
       return M::load_a(slab + m * 16 * kPitchP + step * M::kDepth, kPitchP, lane);
     }
   };
-  multiply_columns<M, kDepthBlocks * 16 / M::kDepth, kUnrolled>(x, operand, tile, lane);
+  add_product_with_columns<M, kDepthBlocks * 16 / M::kDepth, kUnrolled>(x, operand, tile, lane);
   if constexpr (!M::kAccumulatorFeedsA) target::wave_sync();
 }

@@ -37,17 +37,17 @@ DEVICE int quotient(int x, unsigned inverse, int shift) {
   return static_cast<int>((2ull * static_cast<unsigned>(x) * inverse >> 32) >> shift);
 }
 
-// The page table (block table) of one sequence: the page with the n-th id holds its rows from n * rows on. The ids are
-// not trusted: whatever they are, a page found here is one of the array, which has at least one.
-// kPlain: the host has checked that ids have 32 bits and that pages have a power of two of rows.
+// The page table (block table) of one sequence: the page with the n-th id holds its rows from n * page_rows on. The ids
+// are not trusted: whatever they are, a page found here is one of the array, which has at least one. kPlain: the host
+// has checked that ids have 32 bits and that pages have a power of two of rows.
 template <bool kPlain = false>
 struct PageTable {
   const void* ids;
-  int64 stride;  // in ids
-  int64 pages;   // of the array
-  int last;      // the index of the last id that may be read
-  int rows;      // of a page
-  // For quotient() by `rows`. Where that is a power of two, shift is its logarithm.
+  int64 stride;      // in ids
+  int64 page_count;  // of the array
+  int last_entry;    // the index of the last id that may be read
+  int page_rows;     // of a page
+  // For quotient() by page_rows. Where that is a power of two, shift is its logarithm.
   unsigned inverse;
   int shift;
   bool is_64bit;
@@ -56,7 +56,7 @@ struct PageTable {
   // Which id is that of a row's page.
   DEVICE int entry(int row) const {
     const int page = page_of_row(row);
-    return page < last ? page : last;
+    return page < last_entry ? page : last_entry;
   }
   // An id as loaded from memory. Nothing waits for the load before page_of() asks which page it is.
   struct Id {
@@ -70,12 +70,12 @@ struct PageTable {
   }
   DEVICE int64 page_of(const Id& x) const {
     const int64 id = is_wide() ? static_cast<int64>(x.high) << 32 | x.low : static_cast<int>(x.low);
-    return id < 0 ? 0 : (id < pages ? id : pages - 1);
+    return id < 0 ? 0 : (id < page_count ? id : page_count - 1);
   }
   DEVICE int64 page(int entry) const {
     const int64 at = entry * stride;
     const int64 id = is_wide() ? static_cast<const int64*>(ids)[at] : static_cast<const int*>(ids)[at];
-    return id < 0 ? 0 : (id < pages ? id : pages - 1);
+    return id < 0 ? 0 : (id < page_count ? id : page_count - 1);
   }
 
  private:
@@ -93,7 +93,7 @@ struct PagedRows {
   // A row behind the last real one has no valid address: it must not be read.
   DEVICE T* address() const {
     const int entry = table.entry(row);
-    return first + table.page(entry) * page_stride + (row - entry * table.rows) * stride;
+    return first + table.page(entry) * page_stride + (row - entry * table.page_rows) * stride;
   }
   DEVICE PagedRows from(int n) const { return {first, page_stride, stride, table, row + n}; }
   DEVICE PagedRows shifted(int64 elements) const { return {first + elements, page_stride, stride, table, row}; }

@@ -61,7 +61,7 @@ struct WaveCopy {
           if (kChunks % kPerRow != 0 && column >= kPadded) continue;
           const bool inside = real && (kColumns == kPadded || column < kColumns);
           if constexpr (kBytes >= 4) {
-            target::copy_async_once<kBytes>(to + at * int(sizeof(T)), from[n] + more, inside);
+            target::copy_async_evict_first<kBytes>(to + at * int(sizeof(T)), from[n] + more, inside);
           } else {
             first[at] = inside ? from[n][more] : T{};
           }

@@ -77,7 +77,7 @@ class Step:
     fills: the same for outputs whose padding rows the kernel fills. It leaves those rows as they are where the address is 0.
     maps: of the kernel's second parameter, where it has one: (name of the array, its tensor map).
     early: the kernel may start before earlier kernels of the stream are done, since it waits for them itself
-    (`wait_for_prerequisites` in kernels_cu/target/cuda.cuh).
+    (`wait_for_prior_kernels` in kernels_cu/target/cuda.cuh).
     carried: the bytes of params that have room for lengths of the host (kernels_cu/attn/carried.cuh).
     """
 

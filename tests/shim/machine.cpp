@@ -374,7 +374,7 @@ void wait_until(const char* name, const Condition& condition) {
 }
 
 void launch_dependents() { blocks[rank].early = true; }
-void wait_for_prerequisites() { running_fiber().waited = true; }
+void wait_for_prior_kernels() { running_fiber().waited = true; }
 void check_prerequisites(const char* what) {
   if (blocks[rank].early && !running_fiber().waited) fail("%s before it waited for prerequisites", what);
 }

@@ -169,13 +169,13 @@ MISTAKES = {
         r"setmaxnreg_inc\(264\)",
     ),
     "early without a wait": (
-        "target::launch_dependents(); if (thread != 77) target::wait_for_prerequisites();",
+        "target::launch_dependents(); if (thread != 77) target::wait_for_prior_kernels();",
         "exits before it waited for prerequisites",
     ),
     "copy before the wait": (
         "target::launch_dependents();"
         f"if (thread == 0) load(s.a, {BYTES}); ptx::mbarrier_wait(&s.full, 0);"
-        "target::wait_for_prerequisites();",
+        "target::wait_for_prior_kernels();",
         "copy_tensor before it waited for prerequisites",
     ),
     "group not uniform": ("target::wave_uniform(lane / 16);", "wave_uniform of 0 in lane 0"),

@@ -18,11 +18,11 @@ struct KeyWorkTile {
   Span q, k;
 };
 
-template <bool kRagged, int kTileK, bool kAllTold>
+template <bool kRagged, int kTileK, bool kAllUniform>
 DEVICE KeyWorkTile find_key_work_tile(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;
   KeyWorkTile work;
-  find_sequence<kRagged, true, kTileK>(f, OrderOfWaves<kAllTold>{f.order}, f.nheads_kv, index, work);
+  find_sequence<kRagged, true, kTileK>(f, OrderOfWaves<kAllUniform>{f.order}, f.nheads_kv, index, work);
   const int tiles = (work.k.length + kTileK - 1) / kTileK;
   const HeadTile found = find_head(index, tiles, f.nheads_kv, 1, work.q.length, p.section_queries);
   work.kv_head = found.head;
@@ -37,21 +37,21 @@ struct KeyPart {
 };
 
 // Every key tile has p.parts blocks.
-template <bool kRagged, int kTileK, bool kAllTold>
+template <bool kRagged, int kTileK, bool kAllUniform>
 DEVICE KeyPart find_key_part(const BackwardParams& p, int64 index) {
-  return {find_key_work_tile<kRagged, kTileK, kAllTold>(p, index / p.parts), static_cast<int>(index % p.parts),
+  return {find_key_work_tile<kRagged, kTileK, kAllUniform>(p, index / p.parts), static_cast<int>(index % p.parts),
           p.parts};
 }
 
 // Key tiles with sink tokens have p.parts blocks, since all queries see them besides their window. All other key tiles
 // have one block. The parts of sink tiles other than their first come before all other work.
-template <bool kRagged, int kTileK, bool kAllTold>
+template <bool kRagged, int kTileK, bool kAllUniform>
 DEVICE KeyPart find_part_of_sinks(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;
   const int sink_tiles = p.sink_rows / kTileK, of_sequence = sink_tiles * f.nheads_kv;
   const int64 tiles = int64(f.batch) * of_sequence, others = tiles * (p.parts - 1);
   const bool first = index >= others;
-  KeyPart found{find_key_work_tile<kRagged, kTileK, kAllTold>(p, first ? index - others : 0), 0, 1};
+  KeyPart found{find_key_work_tile<kRagged, kTileK, kAllUniform>(p, first ? index - others : 0), 0, 1};
   KeyWorkTile& work = found.work;
   if (!first) {
     found.part = 1 + static_cast<int>(index / tiles);

@@ -47,27 +47,27 @@ struct Line {
   // are as below.
   struct Room {
     int sums[kSums], longest[kSums];
-    int sequence, start, own;
+    int sequence, start, rank_units;
     Span q, k;
   };
 
   const ForwardParams& p;
-  int part;      // the part of this block
-  int mate;      // number of this block among those abreast, which have the same part
-  int total;     // units of the line; the host has checked that an int holds it
-  int parts;     // number of parts that the line is cut into
-  int at, end;   // what is left of this block's part: units [at, end)
-  int sequence;  // the sequence that has been entered: that of unit `at`, or one before it
-  int rank;      // the rank that has been entered in this sequence; likewise
-  int start;     // where this rank begins in the line
-  Span q, k;     // of the sequence
-  int own;       // units of each rank of the sequence
+  int part;           // the part of this block
+  int abreast_index;  // number of this block among those abreast, which have the same part
+  int total;          // units of the line; the host has checked that an int holds it
+  int parts;          // number of parts that the line is cut into
+  int at, end;        // what is left of this block's part: units [at, end)
+  int sequence;       // the sequence that has been entered: that of unit `at`, or one before it
+  int rank;           // the rank that has been entered in this sequence; likewise
+  int start;          // where this rank begins in the line
+  Span q, k;          // of the sequence
+  int rank_units;     // units of each rank of the sequence
 
   // Sets what follows from the launch alone. Lengths are not read.
   DEVICE explicit Line(const ForwardParams& p)
       : p(p),
         part(quotient(target::block_index(), p.splits.abreast)),
-        mate(target::block_index() - part * p.splits.abreast),
+        abreast_index(target::block_index() - part * p.splits.abreast),
         rank(0),
         start(0) {}
 
@@ -79,11 +79,11 @@ struct Line {
       return;
     }
     enter(0);
-    const int each = own * p.splits.ranks;
+    const int each = rank_units * p.splits.ranks;
     total = each * p.batch;
-    share_out();
-    if (kRagged && are_alone(own)) {
-      take(part < p.splits.ranks, part);
+    cut_equally();
+    if (kRagged && prefer_part_per_rank(rank_units)) {
+      take_rank(part < p.splits.ranks, part);
       return;
     }
     // All sequences are alike.
@@ -93,8 +93,8 @@ struct Line {
 
   // Takes the first segment of what is left, which must not be empty.
   DEVICE Segment next() {
-    while (at - start >= own) {
-      start += own;
+    while (at - start >= rank_units) {
+      start += rank_units;
       if (++rank < p.splits.ranks) continue;
       rank = 0;
       enter(sequence + 1);
@@ -105,10 +105,10 @@ struct Line {
     segment.q = q;
     segment.k = k;
     segment.tile = 0;
-    segment.units = q.length <= kTileQ ? own : units(count(0));
+    segment.units = q.length <= kTileQ ? rank_units : units_of_tiles(count(0));
     while (rest >= segment.units) {
       rest -= segment.units;
-      segment.units = units(count(++segment.tile));
+      segment.units = units_of_tiles(count(++segment.tile));
     }
     locate(segment);
     segment.start = at - rest;
@@ -150,7 +150,7 @@ struct Line {
 
   // Sets the heads and the rows of a segment.
   DEVICE void locate(Segment& segment) const {
-    const int beside = rank * p.splits.abreast + mate, left = q.length - segment.tile * kTileQ;
+    const int beside = rank * p.splits.abreast + abreast_index, left = q.length - segment.tile * kTileQ;
     const int queries = left < kTileQ ? left : kTileQ;
     segment.kv_head = p.splits.of_group == 1 ? beside : quotient(beside, p.splits.of_group);
     if constexpr (kRest) {
@@ -167,7 +167,7 @@ struct Line {
   // Cuts the line into equal parts and sets this block's part. There are as many parts as blocks, but fewer where a
   // part would have less than one unit, or in ragged batches less than splits.least. Even then there is a part for each
   // rank of each sequence, as far as there are blocks and units.
-  DEVICE void share_out() {
+  DEVICE void cut_equally() {
     parts = total;
     if (p.splits.count == 0) {
       const int blocks = p.splits.blocks, least = kRagged ? p.splits.least : 1;
@@ -194,7 +194,7 @@ struct Line {
   // part takes the time of its own units and that of the memory for all units, combined as below. Equal parts also take
   // the time to merge what they leave of a query tile: merge_units, more where parts end within other query
   // tiles. Beside more than kMost units that is little (docs/notes/decode.md). longest: the most units of a rank.
-  DEVICE bool are_alone(int longest) const {
+  DEVICE bool prefer_part_per_rank(int longest) const {
     constexpr int kMost = 16;
     const int streams = p.batch * p.splits.ranks;
     if (p.splits.count > 0 || longest > kMost || streams > p.splits.blocks || p.batch > kThreads) return false;
@@ -209,13 +209,13 @@ struct Line {
   }
   // Makes a rank of the entered sequence, which begins at `start`, the block's part. exists: whether the block has a
   // part.
-  DEVICE void take(bool exists, int own_rank) {
+  DEVICE void take_rank(bool exists, int own_rank) {
     at = end = 0;
     if (!exists) return;
     rank = own_rank;
-    start += own * rank;
+    start += rank_units * rank;
     at = start;
-    end = at + own;
+    end = at + rank_units;
   }
 
   // cut() where sequences differ. Each thread counts the units of some consecutive sequences. Sums over the lanes of a
@@ -230,8 +230,8 @@ struct Line {
     // In descending order, so that the thread's first sequence stays entered.
     for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {
       enter(n);
-      units += own * p.splits.ranks;
-      longest = max_of(own, longest);
+      units += rank_units * p.splits.ranks;
+      longest = max_of(rank_units, longest);
     }
     unsigned before = 0, all = units;
     UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) {
@@ -251,24 +251,24 @@ struct Line {
       total += room.sums[n];
       longest = max_of(room.longest[n], longest);
     }
-    share_out();
-    const bool alone = are_alone(static_cast<int>(longest));
+    cut_equally();
+    const bool alone = prefer_part_per_rank(static_cast<int>(longest));
     const int ranks = p.splits.ranks, own_rank = part - thread * ranks;
     const int from = static_cast<int>(before);
     if (alone ? own_rank >= 0 && own_rank < ranks : from <= at && at - from < units) {  // one thread, or none
       room.sequence = thread * some;
       room.start = from;
-      room.own = own;
+      room.rank_units = rank_units;
       room.q = q;
       room.k = k;
     }
     target::block_sync();
     sequence = room.sequence;
     start = room.start;
-    own = room.own;
+    rank_units = room.rank_units;
     q = room.q;
     k = room.k;
-    if (alone) take(part < p.batch * ranks, part - sequence * ranks);
+    if (alone) take_rank(part < p.batch * ranks, part - sequence * ranks);
   }
 
   DEVICE static unsigned max_of(unsigned x, unsigned y) { return x > y ? x : y; }
@@ -284,9 +284,9 @@ struct Line {
       q = {0, static_cast<int>(p.q_side.rows)};
       k = {0, static_cast<int>(p.k_side.rows)};
     }
-    own = 0;
+    rank_units = 0;
 #pragma unroll 1
-    for (int tile = 0; tile * kTileQ < q.length; tile++) own += units(count(tile));
+    for (int tile = 0; tile * kTileQ < q.length; tile++) rank_units += units_of_tiles(count(tile));
   }
   // Key tiles of a query tile of the sequence.
   DEVICE int count(int tile) const {
@@ -295,7 +295,7 @@ struct Line {
     return Tiles(Visible(p, q.length, k.length), first, last).count();
   }
   // Units of a query tile with so many key tiles. One without keys still has a unit, which writes its rows.
-  DEVICE int units(int tiles) const {
+  DEVICE int units_of_tiles(int tiles) const {
     const int most = p.splits.count;
     const int n = most > 0 ? (tiles < most ? tiles : most) : (tiles + kUnit - 1) / kUnit;
     return n > 0 ? n : 1;

@@ -19,10 +19,10 @@ struct OrderInMemory {
 };
 
 // Reads this order where all lanes of a wave look for the same tile. A value that the compiler is told to be the same
-// in all lanes takes none of a lane's registers, of which the backward has none to spare. kAllTold: it is told so of
+// in all lanes takes none of a lane's registers, of which the backward has none to spare. kAllUniform: it is told so of
 // starts, lengths and sequence, else of lengths alone. Which of the two spills less differs between kernels
 // (docs/notes/portable-backward.md).
-template <bool kAllTold = true>
+template <bool kAllUniform = true>
 struct OrderOfWaves {
   const OrderedSequence* data;
 
@@ -36,13 +36,13 @@ struct OrderOfWaves {
             uniform(found.other_start),
             target::wave_uniform(found.tiled_length),
             target::wave_uniform(found.other_length),
-            kAllTold ? target::wave_uniform(found.sequence) : found.sequence,
+            kAllUniform ? target::wave_uniform(found.sequence) : found.sequence,
             found.first_tile};
   }
 
  private:
   DEVICE static int64 uniform(int64 x) {
-    if constexpr (!kAllTold) return x;
+    if constexpr (!kAllUniform) return x;
     const auto low = static_cast<unsigned>(target::wave_uniform(static_cast<int>(x)));
     return static_cast<int64>(target::wave_uniform(static_cast<int>(x >> 32))) * (int64(1) << 32) + low;
   }
@@ -54,10 +54,10 @@ struct OrderOfWaves {
 // Behind the last tile work.exists is false, and the other members are those of some other work. To return early
 // instead costs the backward, which uses all registers, a hundred bytes of spills and up to a tenth of its speed.
 //
-// kept: tiles of each head of a dense batch that `index` does not count.
+// deferred: tiles of each head of a dense batch that `index` does not count.
 template <bool kRagged, bool kKeyTiles, int kTile, class Order, class Tile>
 DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads, int64& index, Tile& work,
-                          int kept = 0) {
+                          int deferred = 0) {
   if constexpr (kRagged) {
     const int tile = static_cast<int>(index / heads);
     work.exists = tile < order.first_tile(p.batch);
@@ -69,7 +69,7 @@ DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads,
   } else {
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
-    const int64 blocks = (((kKeyTiles ? p.k_side : p.q_side).rows + kTile - 1) / kTile - kept) * heads;
+    const int64 blocks = (((kKeyTiles ? p.k_side : p.q_side).rows + kTile - 1) / kTile - deferred) * heads;
     work.sequence = static_cast<int>(index / blocks);
     work.exists = work.sequence < p.batch;
     index -= work.sequence * blocks;

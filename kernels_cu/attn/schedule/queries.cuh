@@ -19,39 +19,39 @@ struct WorkTile {
   Span q, k;
 };
 
-// The tile at an index among those that a dense batch keeps for the end: the `kept` first tiles of every head of every
-// sequence, the longest of them first.
+// The tile at an index among those that a dense batch keeps for the end: the `deferred` first tiles of every head of
+// every sequence, the longest of them first.
 template <int kTileQ, int kHeads>
-DEVICE WorkTile find_kept_tile(const ForwardParams& p, int64 index, int kept) {
+DEVICE WorkTile find_deferred_tile(const ForwardParams& p, int64 index, int deferred) {
   const int nheads = p.nheads_q / kHeads;
   const int64 heads = int64(p.batch) * nheads;
   const int head = static_cast<int>(index % heads);
   WorkTile work;
-  work.exists = index < heads * kept;
+  work.exists = index < heads * deferred;
   work.sequence = head / nheads;
   work.head = head % nheads * kHeads;
-  work.tile = kept - 1 - static_cast<int>(index / heads);
+  work.tile = deferred - 1 - static_cast<int>(index / heads);
   work.q = {0, static_cast<int>(p.q_side.rows)};
   work.k = {0, static_cast<int>(p.k_side.rows)};
   return work;
 }
 
-// A tile has kTileQ rows of each of kHeads neighbouring heads; work.head is the first of these. kept: how many tiles of
-// each head come after those of all heads that are not kept. They are the first ones of the head, and only dense
-// batches whose longest tile is the last (kLongestTileLast) keep any.
+// A tile has kTileQ rows of each of kHeads neighbouring heads; work.head is the first of these. deferred: how many
+// tiles of each head come after those of all heads that are not deferred. They are the first ones of the head, and only
+// dense batches whose longest tile is the last (kLongestTileLast) keep any.
 template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, class Order>
-DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int kept = 0) {
+DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int deferred = 0) {
   if constexpr (!kRagged && kLongestTileLast) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
-    const int64 before = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ - kept);
-    if (kept > 0 && index >= before) return find_kept_tile<kTileQ, kHeads>(p, index - before, kept);
+    const int64 before = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ - deferred);
+    if (deferred > 0 && index >= before) return find_deferred_tile<kTileQ, kHeads>(p, index - before, deferred);
   }
   WorkTile work;
-  find_sequence<kRagged, false, kTileQ>(p, order, p.nheads_q / kHeads, index, work, kept);
+  find_sequence<kRagged, false, kTileQ>(p, order, p.nheads_q / kHeads, index, work, deferred);
   if (!work.exists) return work;
   const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
   const int group = p.nheads_q / p.nheads_kv / kHeads;
-  const HeadTile found = find_head(index, tiles - kept, p.nheads_kv, group, work.k.length, p.section_keys);
+  const HeadTile found = find_head(index, tiles - deferred, p.nheads_kv, group, work.k.length, p.section_keys);
   work.head = found.head * kHeads;
   work.tile = found.tile;
   work.exists = work.tile < tiles;  // may be false: unchecked lengths can make a schedule that does not add up

@@ -13,20 +13,20 @@ struct SharedTile {
   static constexpr int kAtOnce = 16;         // parts of a bunch at most, whose loads are all in flight together
   static constexpr int kMost = 2 * kAtOnce;  // parts that are merged without bunches, at most
 
-  Segment own;         // the segment of this block
-  int mate;            // number of this block among those abreast
+  Segment segment;     // the segment of this block
+  int abreast_index;   // number of this block among those abreast
   int part;            // the part of this block
   int first, count;    // the parts that share the query tile: [first, first + count)
   bool begins_inside;  // whether the query tile begins inside its first part, not where the part begins
 
   template <class BlockLine>
-  DEVICE SharedTile(const BlockLine& line, const Segment& own)
-      : own(own),
-        mate(line.mate),
+  DEVICE SharedTile(const BlockLine& line, const Segment& segment)
+      : segment(segment),
+        abreast_index(line.abreast_index),
         part(line.part),
-        first(own.from == 0 ? part : line.part_of(own.start)),
-        count((own.to == own.units ? part : line.part_of(own.start + own.units - 1)) + 1 - first),
-        begins_inside(line.begin_of(first) < own.start) {}
+        first(segment.from == 0 ? part : line.part_of(segment.start)),
+        count((segment.to == segment.units ? part : line.part_of(segment.start + segment.units - 1)) + 1 - first),
+        begins_inside(line.begin_of(first) < segment.start) {}
 
   // The partial results of consecutive parts, at equal distances in memory but for the first one.
   struct Parts {
@@ -80,11 +80,11 @@ struct SharedTile {
 
   DEVICE bool arrive_at(const Splits& splits, int part, int expected) const {
     unsigned* const arrived = splits.arrived + block(splits, part);
-    const bool last = target::fetch_add_in_order(arrived, 1u) + 1 == static_cast<unsigned>(expected);
+    const bool last = target::fetch_add_acq_rel(arrived, 1u) + 1 == static_cast<unsigned>(expected);
     if (last) *arrived = 0;  // for the next launch
     return last;
   }
 
   // The block that has a part, with the same number among those abreast as this block.
-  DEVICE int64 block(const Splits& splits, int part) const { return int64(part) * splits.abreast + mate; }
+  DEVICE int64 block(const Splits& splits, int part) const { return int64(part) * splits.abreast + abreast_index; }
 };

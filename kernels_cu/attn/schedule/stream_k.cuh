@@ -13,7 +13,8 @@
 // keys that costs a beginning and an end.
 //
 // Where the tiles of a dense batch are too unlike for that, as causal ones of few heads are, the line has only the
-// longest of them, each as many units long as it has key tiles. The other tiles come whole behind it: see UnlikeLine.
+// longest of them, each as many units long as it has key tiles. The other tiles come whole behind it: see
+// UnequalTilesLine.
 #pragma once
 
 #include "attn/params.cuh"
@@ -31,14 +32,14 @@ struct WorkItem : WorkTile {
   int piece;         // units of a piece
 
   // Where the query tile ends in the line.
-  DEVICE int behind() const { return start + units; }
+  DEVICE int tile_end() const { return start + units; }
 
   // Makes this the item that begins at unit `begin` of the line, in piece number `index`, which ends before unit `end`.
   // The members split_index, start and units must be set.
   DEVICE void cut(int index, int begin, int end) {
     item = index + split_index;
-    keys = {begin > start ? begin - start : 0, end < behind() ? end - start : units};
-    goes_on = end > behind();
+    keys = {begin > start ? begin - start : 0, end < tile_end() ? end - start : units};
+    goes_on = end > tile_end();
     whole = keys.begin == 0 && keys.end == units;
   }
 };
@@ -109,7 +110,7 @@ struct StreamLine {
 // into pieces of this share. The tiles of all other rows come whole behind the pieces, and go to whichever worker is
 // free.
 template <int kTileQ, int kHeads>
-struct UnlikeLine {
+struct UnequalTilesLine {
   const ForwardParams& p;
   const StreamK& stream_k;
 
@@ -170,5 +171,5 @@ DEVICE TileSpan part_of(const TileSpan& all, int from, int to, int units) {
 DEVICE TileSpan items_of(const WorkItem& work) {
   // The number of an item is that of its piece plus split_index. From one item to the next it grows by 1 where the
   // piece or the query tile changes, and by 2 where both do.
-  return {work.start / work.piece + work.split_index, (work.behind() - 1) / work.piece + work.split_index + 1};
+  return {work.start / work.piece + work.split_index, (work.tile_end() - 1) / work.piece + work.split_index + 1};
 }
