@@ -49,11 +49,11 @@ struct Layout {
   static constexpr int kQueriesAt = kWaves * kWaveBytes;
   static constexpr int kUsed = kQueriesAt + kTileRows * kPitchQ * int(sizeof(Element));
   static constexpr int kMerged = kPrefetches ? 0 : kWaves * kPartialBytes;
-  static constexpr int kMoreAt = kUsed > kMerged ? kUsed : kMerged;
-  static constexpr int kSharedTilesAt = kMoreAt + kWaves * Ring::kMoreBytes;
+  static constexpr int kExtraAt = kUsed > kMerged ? kUsed : kMerged;
+  static constexpr int kSharedTilesAt = kExtraAt + kWaves * Ring::kExtraBytes;
   static constexpr int kSharedTilesBytes = 192, kFlagBytes = 16, kRoomBytes = 128;
   static constexpr int kRoomAt = kSharedTilesAt + kSharedTilesBytes + kFlagBytes;
-  static_assert(kQueriesAt % 16 == 0 && kMoreAt % 16 == 0 && kSharedTilesAt % 16 == 0, "all parts are aligned");
+  static_assert(kQueriesAt % 16 == 0 && kExtraAt % 16 == 0 && kSharedTilesAt % 16 == 0, "all parts are aligned");
   static_assert(2 * sizeof(SharedTile<Partials>) <= kSharedTilesBytes, "a part shares two query tiles at most");
   static_assert(sizeof(typename BlockLine::Room) <= kRoomBytes, "the line has room");
   static_assert(kSharedBytes == kRoomAt + kRoomBytes, "the host computes the same size");
@@ -169,7 +169,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   const int thread = target::thread_index();
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
-  Ring ring(shared + wave * L::kWaveBytes, shared + L::kMoreAt + wave * Ring::kMoreBytes, lane, more...);
+  Ring ring(shared + wave * L::kWaveBytes, shared + L::kExtraAt + wave * Ring::kExtraBytes, lane, more...);
   Operand* const slab = reinterpret_cast<Operand*>(shared + wave * L::kWaveBytes + kStages * Ring::kStageBytes);
 
   if constexpr (kPaged)

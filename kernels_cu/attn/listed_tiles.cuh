@@ -14,17 +14,17 @@
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 
-// Ints between the beginnings of two lists. kPair: ints of an entry.
-template <int kPair>
+// Ints between the beginnings of two lists. kEntryInts: ints of an entry.
+template <int kEntryInts>
 DEVICE int64 list_length(const TileLists& lists) {
-  return 1 + int64(lists.capacity) * kPair;
+  return 1 + int64(lists.capacity) * kEntryInts;
 }
 // The list of a tile of a sequence; tiles have kTile rows of one side. In a packed batch the lists of sequences follow
 // each other: they are at most as many as the array has tiles, and one more for each sequence.
-template <int kTile, int kPair>
+template <int kTile, int kEntryInts>
 DEVICE int* list_of(const TileLists& lists, int sequence, const Span& span, int tile, int head) {
   const int64 index = sequence * lists.sequence + span.start / kTile + tile;
-  return lists.data + (index * lists.nheads + group_of(head, lists.group)) * list_length<kPair>(lists);
+  return lists.data + (index * lists.nheads + group_of(head, lists.group)) * list_length<kEntryInts>(lists);
 }
 
 // Where the tile of a rank is kept: a head's tiles by the lengths of their lists, the longest first. Indexed as

@@ -37,7 +37,7 @@ struct AngleType<true> {
 using Angle = AngleType<kFloatAngles>::Type;
 
 template <class T>
-struct alignas(kChunk* int(sizeof(T))) Piece {
+struct alignas(kChunk* int(sizeof(T))) Vector {
   T x[kChunk];
 };
 struct alignas(kAngleBytes) Angles {
@@ -45,13 +45,13 @@ struct alignas(kAngleBytes) Angles {
 };
 template <class T>
 struct Pair {
-  Piece<T> half[2];
+  Vector<T> half[2];
 
   DEVICE T& at(int n) { return half[n / kChunk].x[n % kChunk]; }
 
   // Calls put(n, x) with the n-th element, rotated. Both elements of a plane are read before the first of them is put.
   template <class Put>
-  DEVICE void turn(const Angles& cosines, const Angles& sines, const Put& put) {
+  DEVICE void rotate(const Angles& cosines, const Angles& sines, const Put& put) {
     UNROLL for (int plane = 0; plane < kChunk; plane++) {
       const int first = kInterleaved ? 2 * plane : plane;
       const int second = kInterleaved ? 2 * plane + 1 : kChunk + plane;
@@ -67,31 +67,31 @@ struct Pair {
 struct AsElements {
   Element* to;
 
-  DEVICE void copy(int chunk, const Piece<Element>* source) const {
-    reinterpret_cast<Piece<Element>*>(to)[chunk] = source[chunk];
+  DEVICE void copy(int chunk, const Vector<Element>* source) const {
+    reinterpret_cast<Vector<Element>*>(to)[chunk] = source[chunk];
   }
-  DEVICE void turn(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
-    pair.turn(cosines, sines, [&](int n, float x) { pair.at(n) = target::from_float<Element>(x); });
-    reinterpret_cast<Piece<Element>*>(to)[first] = pair.half[0];
-    reinterpret_cast<Piece<Element>*>(to)[second] = pair.half[1];
+  DEVICE void rotate(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
+    pair.rotate(cosines, sines, [&](int n, float x) { pair.at(n) = target::from_float<Element>(x); });
+    reinterpret_cast<Vector<Element>*>(to)[first] = pair.half[0];
+    reinterpret_cast<Vector<Element>*>(to)[second] = pair.half[1];
   }
 };
 struct AsFloat8 {
   float8* to;
   float scale;
 
-  DEVICE float8 made(float x) const { return target::from_float<float8>(x / scale); }
-  DEVICE void copy(int chunk, const Piece<Element>* source) const {
-    const Piece<Element> piece = source[chunk];
-    Piece<float8> found;
-    UNROLL for (int n = 0; n < kChunk; n++) found.x[n] = made(target::to_float(piece.x[n]));
-    reinterpret_cast<Piece<float8>*>(to)[chunk] = found;
+  DEVICE float8 quantized(float x) const { return target::from_float<float8>(x / scale); }
+  DEVICE void copy(int chunk, const Vector<Element>* source) const {
+    const Vector<Element> vector = source[chunk];
+    Vector<float8> found;
+    UNROLL for (int n = 0; n < kChunk; n++) found.x[n] = quantized(target::to_float(vector.x[n]));
+    reinterpret_cast<Vector<float8>*>(to)[chunk] = found;
   }
-  DEVICE void turn(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
+  DEVICE void rotate(int first, int second, Pair<Element>& pair, const Angles& cosines, const Angles& sines) const {
     Pair<float8> found;
-    pair.turn(cosines, sines, [&](int n, float x) { found.at(n) = made(x); });
-    reinterpret_cast<Piece<float8>*>(to)[first] = found.half[0];
-    reinterpret_cast<Piece<float8>*>(to)[second] = found.half[1];
+    pair.rotate(cosines, sines, [&](int n, float x) { found.at(n) = quantized(x); });
+    reinterpret_cast<Vector<float8>*>(to)[first] = found.half[0];
+    reinterpret_cast<Vector<float8>*>(to)[second] = found.half[1];
   }
 };
 
@@ -99,40 +99,40 @@ struct AsFloat8 {
 template <class Head>
 DEVICE void copy(const Element* from, const Head& head, int begin, int columns, int lane) {
   for (int chunk = begin / kChunk + lane; chunk < columns / kChunk; chunk += kLanes) {
-    head.copy(chunk, reinterpret_cast<const Piece<Element>*>(from));
+    head.copy(chunk, reinterpret_cast<const Vector<Element>*>(from));
   }
 }
 
 // One head of q or k: rotates its first kRotaryDim columns and copies the others. cosines, sines: those of its
 // position.
 template <class Head>
-DEVICE void turn(const Element* from, const Head& head, const Angle* cosines, const Angle* sines, int lane) {
-  const Piece<Element>* const source = reinterpret_cast<const Piece<Element>*>(from);
+DEVICE void rotate(const Element* from, const Head& head, const Angle* cosines, const Angle* sines, int lane) {
+  const Vector<Element>* const source = reinterpret_cast<const Vector<Element>*>(from);
   for (int n = lane; n < kPairs; n += kLanes) {
     const int first = kInterleaved ? 2 * n : n;
     const int second = kInterleaved ? 2 * n + 1 : kPairs + n;
     Pair<Element> pair{source[first], source[second]};
-    head.turn(first, second, pair, reinterpret_cast<const Angles*>(cosines)[n],
-              reinterpret_cast<const Angles*>(sines)[n]);
+    head.rotate(first, second, pair, reinterpret_cast<const Angles*>(cosines)[n],
+                reinterpret_cast<const Angles*>(sines)[n]);
   }
   copy(from, head, kRotaryDim, kHeadDim, lane);
 }
 
 // How a head is written into pages: as elements, or as float8 (kConverts).
 template <bool kConverts>
-struct PagesOf {
+struct PageStoreOf {
   using Stored = Element;
   DEVICE static AsElements head(Element* to, const KvScale&, int) { return {to}; }
 };
 template <>
-struct PagesOf<true> {
+struct PageStoreOf<true> {
   using Stored = float8;
   DEVICE static AsFloat8 head(float8* to, const KvScale& scale, int head) {
     return {to, scale.data == nullptr ? scale.number : scale.data[head * scale.head]};
   }
 };
-using OfPages = PagesOf<kFloat8>;
-using Stored = OfPages::Stored;
+using PageStore = PageStoreOf<kFloat8>;
+using Stored = PageStore::Stored;
 
 // The address of key `position` of a sequence in an array of pages; null where it has no slot there.
 template <class Array>
@@ -160,8 +160,8 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendPa
   if (!own.logical) {
     if (p.fill && head < p.nheads_q) {
       auto* const out =
-          reinterpret_cast<Piece<Element>*>(row_at<Element>(p.out, p.out_strides, own.batch, own.row, head));
-      for (int chunk = lane; chunk < kHeadDim / kChunk; chunk += kLanes) out[chunk] = Piece<Element>{};
+          reinterpret_cast<Vector<Element>*>(row_at<Element>(p.out, p.out_strides, own.batch, own.row, head));
+      for (int chunk = lane; chunk < kHeadDim / kChunk; chunk += kLanes) out[chunk] = Vector<Element>{};
     }
     return;
   }
@@ -175,21 +175,21 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_append(PARAMETER AppendPa
     sines = static_cast<const Angle*>(p.sin) + known * p.sin_row;
   }
   if (head < p.nheads_q) {
-    turn(row_at<const Element>(p.q, p.q_strides, own.batch, own.row, head),
-         AsElements{row_at<Element>(p.out, p.out_strides, own.batch, own.row, head)}, cosines, sines, lane);
+    rotate(row_at<const Element>(p.q, p.q_strides, own.batch, own.row, head),
+           AsElements{row_at<Element>(p.out, p.out_strides, own.batch, own.row, head)}, cosines, sines, lane);
     return;
   }
   head -= p.nheads_q;
   if (head < p.nheads_kv) {
     Stored* const to = slot_of(p.k_pages, p.k_pages_strides, p.pages, own.sequence, position, head);
     if (to == nullptr) return;
-    turn(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), OfPages::head(to, p.k_scale, head), cosines,
-         sines, lane);
+    rotate(row_at<const Element>(p.k, p.k_strides, own.batch, own.row, head), PageStore::head(to, p.k_scale, head),
+           cosines, sines, lane);
     return;
   }
   head -= p.nheads_kv;
   Stored* const to = slot_of(p.v_pages, p.v_pages_strides, p.pages, own.sequence, position, head);
   if (to == nullptr) return;
-  copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), OfPages::head(to, p.v_scale, head), 0,
+  copy(row_at<const Element>(p.v, p.v_strides, own.batch, own.row, head), PageStore::head(to, p.v_scale, head), 0,
        kHeadDimV, lane);
 }

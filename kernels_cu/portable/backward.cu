@@ -36,13 +36,13 @@
 
 namespace backward {
 
-// X^T = own rows (keys or values) times rows of the other side (queries or douts). kOnTop: added to what X holds.
-template <bool kOnTop>
+// X^T = own rows (keys or values) times rows of the other side (queries or douts). kAccumulate: added to what X holds.
+template <bool kAccumulate>
 DEVICE void multiply(C (&x)[kKeyBlocks][kQueryBlocks], const Element* own, const Element* other, int lane) {
   const auto operand = [&](int m, int step) {
     return M::load_a(own + m * 16 * kPitch + step * M::kDepth, kPitch, lane);
   };
-  if constexpr (kOnTop) {
+  if constexpr (kAccumulate) {
     add_product_with_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
   } else {
     product_with_rows<M, kSteps, kUnroll>(x, operand, pitched_tile<kPitch>(other), lane);
@@ -116,13 +116,13 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     CopyDout::load(elements + kDoutsAt + turn.stage * kTileQ * kPitch,
                    dout.shifted(turn.head * p.dout_strides.head).from(row), valid, part);
     // Rows past the end of the sequence get an lse and a row_delta of 0: their queries and douts are 0, and so is all
-    // that comes of them. All kernels but the plain one (kPlain) give them an lse of inf, which makes probabilities 0
-    // whatever is added to scores.
+    // that comes of them. All kernels but the plain one (kProductsOnly) give them an lse of inf, which makes
+    // probabilities 0 whatever is added to scores.
     for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;
       const bool is_lse = i < kTileQ;
       float* const own = statistics + turn.stage * 2 * kTileQ + i;
-      if (!kPlain && is_lse && at >= valid) {
+      if (!kProductsOnly && is_lse && at >= valid) {
         *own = target::infinity();
       } else {
         target::copy_async<4>(own, (is_lse ? f.lse : p.row_delta) + first_statistic + turn.head * f.lse_head + row + at,
@@ -160,21 +160,21 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     target::copy_async_commit();
     load(turn);
   }
-  if constexpr (BiasTile::kWrites) {
+  if constexpr (DbiasTile::kWrites) {
     for (int head = 0; head < (found.part == 0 ? group : 0); head += f.bias.group) {
-      BiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, met, thread);
+      DbiasTile::clear(p, work.sequence, work.kv_head * group + head, first_key, met, thread);
     }
   }
 
   // (scale / softcap)^2. Times the square of a capped product it is tanh^2, and the softcap's derivative is 1 - tanh^2.
-  [[maybe_unused]] float uncapped = f.scores.scale * target::reciprocal(f.scores.softcap);
-  uncapped *= uncapped;
+  [[maybe_unused]] float cap_ratio_squared = f.scores.scale * target::reciprocal(f.scores.softcap);
+  cap_ratio_squared *= cap_ratio_squared;
   const bool owns_dk = wave >= kRoleWaves;
   const int key = wave % kRoleWaves / kColumnWaves * kKeyBlocks * 16;
   const int column_wave = wave % kColumnWaves;
   const Element* const own = elements + (owns_dk ? kValuesAt : kKeysAt) + key * kPitch;
   Element* const p_tile = elements + kProbabilitiesAt + key * kPitchP;
-  Element* const more_weights = elements + kMoreWeightsAt + key * kPitchP;
+  Element* const second_weights = elements + kSecondWeightsAt + key * kPitchP;
   const Probability<Element, kUnitShift> probability(ScoreRule::kGivesScaledScores ? 1.0f : AccumulatorStart::scale(f));
   C gradient[kKeyBlocks][kDepthBlocks];
   UNROLL for (int m = 0; m < kKeyBlocks; m++) { UNROLL for (int d = 0; d < kDepthBlocks; d++) gradient[m][d] = C{}; }
@@ -186,9 +186,9 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   // dk computes all of it (kDqByHalf). Each half also gives out its share of the tile's dbias.
   const auto add_dq_of = [&](const Turn& turn, int buffer) {
     if (!kPairs || turn.head % 2 == 1) {
-      BiasTile::give(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
-                     elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
-                     elements + kScoreGradientsAt + earlier(buffer) * kTileK * kPitchP, wave, lane);
+      DbiasTile::give_out(p, work.sequence, work.kv_head * group + turn.head, query_tiles.first_row(turn.n), first_key,
+                          elements + kScoreGradientsAt + buffer * kTileK * kPitchP,
+                          elements + kScoreGradientsAt + earlier(buffer) * kTileK * kPitchP, wave, lane);
     }
     if (wave < kFirstDqWave) return;
     // Counted in rows of kDqPitch floats, dq_sum has the batch stride of lse: rows times heads.
@@ -219,7 +219,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     const float* const delta = lse + kTileQ;
     Element* const ds_tile = elements + kScoreGradientsAt + (buffer * kTileK + key) * kPitchP;
     Element* const weights = kFromRegisters || !Weights::kOwnTile ? p_tile : ds_tile;
-    Element* const second = kMoreWeights ? more_weights : ds_tile;
+    Element* const second = kSecondWeightTile ? second_weights : ds_tile;
 
     C x[kKeyBlocks][kQueryBlocks];
     if (owns_dk) {
@@ -249,7 +249,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         }
       }
       multiply<AccumulatorStart::kAny>(x, own, queries + columns * kPitch, lane);
-      if constexpr (kPlain) {
+      if constexpr (kProductsOnly) {
         const AddedScoresOfKeys<C, kKeyBlocks, kQueryBlocks> nothing{};
         finish_scores_of_keys(x, rule, nothing, probability, lse, query_tiles, turn.n, first_key + key,
                               first_row + columns, lane);
@@ -262,25 +262,25 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
           }
         }
       }
-      UNROLL for (int m = 0; m < (kPlain ? 0 : kKeyBlocks); m += kAtOnce) {
-        AddedScoresOfKeys<C, kAtOnce, kQueryBlocks> added;
+      UNROLL for (int m = 0; m < (kProductsOnly ? 0 : kKeyBlocks); m += kKeyBlocksAtOnce) {
+        AddedScoresOfKeys<C, kKeyBlocksAtOnce, kQueryBlocks> added;
         const int bias_stage = kPairs ? 0 : turn.stage;
         const Element* const bias = elements + kBiasAt + (bias_stage * kTileQ + columns) * kPitchBias + key + m * 16;
         added.load(rule, bias, kPitchBias, first_key + key + m * 16, first_row + columns, lane);
-        C derivative[kHasDerivative ? kAtOnce : 1][kHasDerivative ? kQueryBlocks : 1];
-        C(&some)[kAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kAtOnce][kQueryBlocks]>(&x[m]);
+        C derivative[kHasDerivative ? kKeyBlocksAtOnce : 1][kHasDerivative ? kQueryBlocks : 1];
+        C(&some)[kKeyBlocksAtOnce][kQueryBlocks] = *reinterpret_cast<C(*)[kKeyBlocksAtOnce][kQueryBlocks]>(&x[m]);
         added.add_line_per_score(some, rule, accumulator_start, first_key + key + m * 16, first_row + columns, lane);
         finish_scores_of_keys(some, rule, added, probability, lse, query_tiles, turn.n, first_key + key + m * 16,
                               first_row + columns, lane, [&](int k, int b, int e, int i, int j, float capped) {
                                 if constexpr (ScoreRule::kCapsUnscaled) {
-                                  derivative[k][b].x[e] = fmaf(capped * capped, -uncapped, 1.0f);
+                                  derivative[k][b].x[e] = fmaf(capped * capped, -cap_ratio_squared, 1.0f);
                                 } else if constexpr (kHasDerivative) {
                                   derivative[k][b].x[e] = rule.derivative(capped, i, j);
                                 }
                               });
         hide_by_bits<kBlockMask>(some, 0.0f, f.block_mask, work.sequence, head, query_tiles, turn.n,
                                  first_key + key + m * 16, first_row + columns, lane);
-        UNROLL for (int k = 0; k < kAtOnce; k++) {
+        UNROLL for (int k = 0; k < kKeyBlocksAtOnce; k++) {
           UNROLL for (int b = 0; b < kQueryBlocks; b++) {
             const int at = (m + k) * 16 * kPitchP + columns + b * 16;
             C weight = some[k][b];
@@ -302,11 +302,12 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
         }
       }
     }
-    meet_for_weights<kArrivals, kRoleWaves>(owns_dk, wave);
+    sync_weights<kArrivals, kRoleWaves>(owns_dk, wave);
     if (owns_dk) {
       if (kStages == 2 && kLateCopies && next.exists) load(next);
-      // Weights are loaded one 16 x 16 block ahead, so all lanes have those of a block when its dS is stored (kWide: by
-      // the wave_sync() below). dS may be stored where these weights lie, those of other lanes too.
+      // Weights are loaded one 16 x 16 block ahead, so all lanes have those of a block when its dS is stored
+      // (kFloat32Weights: by the wave_sync() below). dS may be stored where these weights lie, those of other lanes
+      // too.
       const bool partial = is_partial<kBlockMask>(query_tiles, turn.n);
       const auto load_weights = [&](int block) {
         const int at = block / kQueryBlocks * 16 * kPitchP + columns + block % kQueryBlocks * 16;
@@ -333,7 +334,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
               if (Weights::unmarked(weight.x[e]) == 0.0f) x[m][b].x[e] = 0.0f;
             }
           }
-          if constexpr (Weights::kWide) target::wave_sync();
+          if constexpr (Weights::kFloat32Weights) target::wave_sync();
           if constexpr (kSharesDs) {
             store_accumulator<M>(x[m][b], ds_tile + m * 16 * kPitchP + columns + b * 16, kPitchP, lane);
           }
@@ -367,7 +368,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
   if (kSplit && (!kSplitSinks || found.parts > 1)) {
     const PartRows rows = part_rows<kSplitSinks, kRagged>(p, work.sequence, work.k);
-    const int64 row = (owns_dk * found.parts + found.part) * rows.all + rows.first + first_key + key;
+    const int64 row = (owns_dk * found.parts + found.part) * rows.rows_per_part + rows.first + first_key + key;
     float* const sums = p.part_sums + (row * f.nheads_kv + work.kv_head) * kDepth + column_wave * kDepthBlocks * 16;
     store_part(gradient, factor, sums, int64(f.nheads_kv) * kDepth, keys - key, lane);
     return;

@@ -2,7 +2,7 @@
 // elements, in rows padded to a multiple of 16 keys. With kClears it clears those sums before the main kernel instead.
 // One wave takes one row.
 #include "attn/params.cuh"
-#include "portable/summed_position.cuh"
+#include "portable/dbias_sum_position.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
@@ -29,7 +29,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_bias_rows(PARAME
 #pragma unroll 4
     for (int j = lane; j < bias.keys; j += target::kWave) {
       if constexpr (config::kSums) {
-        to[j * d.key] = target::from_float<Element>(sums[j / 16 * 16 + summed_position(j % 16)]);
+        to[j * d.key] = target::from_float<Element>(sums[j / 16 * 16 + dbias_sum_position(j % 16)]);
       } else {
         to[j * d.key] = rows[j];
       }

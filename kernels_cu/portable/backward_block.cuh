@@ -50,17 +50,18 @@ constexpr int kScoreGradientsAt = kProbabilitiesAt + kTileK * kPitchP;
 // Buffers of dS. With dQ there are two, since dQ of a tile is computed while dS of the next one is made. A pair of
 // heads has a third, since dbias takes dS of both.
 constexpr int kDsBuffers = kWithDq ? 2 + int(kPairs) : int(kSharesDs);
-constexpr int kMoreWeightsAt = kScoreGradientsAt + kDsBuffers * kTileK * kPitchP;
-// Where P is an operand in registers, weights lie in the tile of P, their second tile (kWide) where dS comes
+constexpr int kSecondWeightsAt = kScoreGradientsAt + kDsBuffers * kTileK * kPitchP;
+// Where P is an operand in registers, weights lie in the tile of P, their second tile (kFloat32Weights) where dS comes
 // afterwards. Else they lie where dS comes afterwards, or are P itself (!kOwnTile). A wave stores dS over weights only
-// after it has read them. A second tile of weights for which no tile of dS is free has one of its own (kMoreWeights).
+// after it has read them. A second tile of weights for which no tile of dS is free has one of its own
+// (kSecondWeightTile).
 using Weights = Handover<Element, !kFromRegisters, kPitchP>;
-constexpr bool kMoreWeights = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
+constexpr bool kSecondWeightTile = Weights::kTiles == 2 && !(kFromRegisters && kWithDq);
 // Where the bias can be copied 16 bytes at a time, it has a tile in shared memory for each stage; its rows are queries.
 // A pair of heads has one tile, which is replaced when all waves have read it.
 constexpr bool kBiasTile = kBiasChunks && kBias == 2 && sizeof(Element) == 2;
 constexpr int kPitchBias = padded_pitch<Element>(kTileK);
-constexpr int kBiasAt = kMoreWeightsAt + int(kMoreWeights) * kTileK * kPitchP;
+constexpr int kBiasAt = kSecondWeightsAt + int(kSecondWeightTile) * kTileK * kPitchP;
 constexpr int kBiasStages = kPairs ? 1 : kStages;
 constexpr int kElementsUsed = kBiasAt + int(kBiasTile) * kBiasStages * kTileQ * kPitchBias;
 constexpr int kStatisticsBytes = kStages * 2 * kTileQ * int(sizeof(float));
@@ -96,9 +97,9 @@ struct NoBiasGradient {
   template <class... Args>
   DEVICE static void clear(const Args&...) {}
   template <class... Args>
-  DEVICE static void give(const Args&...) {}
+  DEVICE static void give_out(const Args&...) {}
 };
-using BiasTile =
+using DbiasTile =
     Either<(kDbias > 0), BiasGradientTile<M, Element, kTileQ, kTileK, kPitchP, kWaves>, NoBiasGradient>::Type;
 static_assert(!kPairs || (kDbias > 0 && kArrivals < 2 && (kStages == 1 || kLateCopies)), "all have read the one bias");
 static_assert(!kBiasOfKeys || (kBias > 0 && !kBiasTile && kDbias == 0), "a tile has rows, and so has its gradient");
@@ -107,10 +108,10 @@ static_assert(kDbias == 0 || (kWithDq && !kRagged && !kBlockMask && !ScoreRule::
 constexpr bool kHasDerivative = ScoreRule::kHasDerivative;
 // Whether probabilities come of products alone, without options, dropout or a block mask. This case has code of its
 // own, of which ptxas makes faster machine code.
-constexpr bool kPlain = !ScoreRule::kTransforms && !ScoreRule::kAdds && !kDropout && !kBlockMask;
+constexpr bool kProductsOnly = !ScoreRule::kTransforms && !ScoreRule::kAdds && !kDropout && !kBlockMask;
 // How many key blocks have their scores finished together: one where scores need registers beside their products, else
 // all.
-constexpr int kAtOnce =
+constexpr int kKeyBlocksAtOnce =
     ScoreRule::kTransforms || (kBias > 0 && !kBiasOfKeys) || (kAlibi && !kOneSided) ? 1 : kKeyBlocks;
 
 // How many steps of a product are unrolled. float32 products have many small steps: all unrolled would only be long.

@@ -16,7 +16,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_captured(PARAMET
     left /= p.extents[axis];
   }
   if constexpr (config::kExactSums) {
-    store_number(p.to, p.kind, at, static_cast<ExactSum*>(p.sums)[p.first + index].take());
+    store_number(p.to, p.kind, at, static_cast<ExactSum*>(p.sums)[p.first + index].read_and_clear());
   } else {
     float& sum = static_cast<float*>(p.sums)[p.first + index];
     store_number(p.to, p.kind, at, sum);

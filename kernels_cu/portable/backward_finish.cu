@@ -17,7 +17,7 @@ constexpr int kWaves = kThreads / target::kWave;
 constexpr int kChunk = kCopyBytes / int(sizeof(Element));
 constexpr int kChunks = kHeadDim / kChunk;
 
-struct alignas(kCopyBytes) Piece {
+struct alignas(kCopyBytes) Vector {
   Element x[kChunk];
 };
 
@@ -38,11 +38,11 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_finish(PARAMETER
   for (int i = share * target::kWave + lane; i < f.nheads_q * kChunks; i += shares * target::kWave) {
     const int head = i / kChunks;
     const int column = i % kChunks * kChunk;
-    Piece piece;
+    Vector vector;
     UNROLL for (int j = 0; j < kChunk; j++) {
       const float x = sums[int64(head) * kDqPitch + (column + j) / 16 * 16 + C::position((column + j) % 16)];
-      piece.x[j] = target::from_float<Element>(f.scores.scale * kFromGradientUnit * x);
+      vector.x[j] = target::from_float<Element>(f.scores.scale * kFromGradientUnit * x);
     }
-    *reinterpret_cast<Piece*>(dq + head * p.dq_strides.head + column) = piece;
+    *reinterpret_cast<Vector*>(dq + head * p.dq_strides.head + column) = vector;
   }
 }

@@ -15,7 +15,7 @@ using C = target::Mma<Element>::C;
 constexpr int kWaves = kThreads / target::kWave;
 constexpr int kChunk = kCopyBytes / int(sizeof(Element));
 
-struct alignas(kCopyBytes) Piece {
+struct alignas(kCopyBytes) Vector {
   Element x[kChunk];
 };
 
@@ -34,17 +34,17 @@ DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int6
       const float* const own = sums + part * apart + int64(head) * kDepth;
       UNROLL for (int j = 0; j < kChunk; j++) x[j] += own[(column + j) / 16 * 16 + C::position((column + j) % 16)];
     }
-    Piece piece;
-    UNROLL for (int j = 0; j < kChunk; j++) piece.x[j] = target::from_float<Element>(x[j]);
-    *reinterpret_cast<Piece*>(gradient + head * head_stride + column) = piece;
+    Vector vector;
+    UNROLL for (int j = 0; j < kChunk; j++) vector.x[j] = target::from_float<Element>(x[j]);
+    *reinterpret_cast<Vector*>(gradient + head * head_stride + column) = vector;
   }
 }
 
-// A row of keys: where it is in its array (batch, row), its number in each part (of_part), and how many rows a part has
-// (all).
+// A row of keys: where it is in its array (batch, row), its number in each part (row_in_part), and how many rows a part
+// has (rows_per_part).
 struct PartRow {
   bool exists;
-  int64 batch, row, of_part, all;
+  int64 batch, row, row_in_part, rows_per_part;
 };
 DEVICE PartRow part_row(const BackwardParams& p, int64 index) {
   const ForwardParams& f = p.forward;
@@ -58,8 +58,8 @@ DEVICE PartRow part_row(const BackwardParams& p, int64 index) {
   } else {
     const PhysicalRow own = physical_row<true>(f.k_side, f.batch, index);
     // Packed sequences share the rows of one array.
-    const int64 all = (f.k_side.start.data == nullptr ? f.batch : 1) * f.k_side.rows;
-    return {own.logical, own.batch, own.row, own.batch * f.k_side.rows + own.row, all};
+    const int64 rows_per_part = (f.k_side.start.data == nullptr ? f.batch : 1) * f.k_side.rows;
+    return {own.logical, own.batch, own.row, own.batch * f.k_side.rows + own.row, rows_per_part};
   }
 }
 
@@ -76,11 +76,11 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER 
   if (!own.exists) return;
 
   const int64 columns = int64(f.nheads_kv) * kDepth;
-  const float* const dv = p.part_sums + own.of_part * columns;
-  const float* const dk = dv + p.parts * own.all * columns;
+  const float* const dv = p.part_sums + own.row_in_part * columns;
+  const float* const dk = dv + p.parts * own.rows_per_part * columns;
   const int first = share * target::kWave + lane;
-  add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, own.batch, own.row), p.dk_strides.head, dk, own.all * columns, p,
-                   first);
-  add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, own.batch, own.row), p.dv_strides.head, dv, own.all * columns,
-                    p, first);
+  add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, own.batch, own.row), p.dk_strides.head, dk,
+                   own.rows_per_part * columns, p, first);
+  add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, own.batch, own.row), p.dv_strides.head, dv,
+                    own.rows_per_part * columns, p, first);
 }

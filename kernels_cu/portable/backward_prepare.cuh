@@ -23,7 +23,7 @@ constexpr int kChunks = (kHeadDimV + kChunk - 1) / kChunk;
 constexpr int kLanes = power_of_two_from(kChunks) < target::kWave ? power_of_two_from(kChunks) : target::kWave;
 constexpr int kHeadsAtOnce = target::kWave / kLanes;
 
-struct alignas(kCopyBytes) Piece {
+struct alignas(kCopyBytes) Vector {
   Element x[kChunk];
 };
 
@@ -33,8 +33,8 @@ DEVICE float dot(const Element* a, const Element* b, int lane) {
   UNROLL for (int base = 0; base < kChunks; base += kLanes) {
     const int chunk = base + lane;
     if (kChunks % kLanes == 0 || chunk < kChunks) {
-      const Piece x = reinterpret_cast<const Piece*>(a)[chunk];
-      const Piece y = reinterpret_cast<const Piece*>(b)[chunk];
+      const Vector x = reinterpret_cast<const Vector*>(a)[chunk];
+      const Vector y = reinterpret_cast<const Vector*>(b)[chunk];
       UNROLL for (int i = 0; i < kChunk; i++) sum += target::to_float(x.x[i]) * target::to_float(y.x[i]);
     }
   }

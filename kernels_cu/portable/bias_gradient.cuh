@@ -6,7 +6,7 @@
 //      first head's dS is stored, the second head's is added to it in memory; the sum of two is rounded once. Elements
 //      that no query tile meets become 0.
 //   2  More scores share an element. Blocks add to float32 sums in scratch memory, in rows padded to a multiple of 16
-//      keys. Each 16 columns are in the order of summed_position().
+//      keys. Each 16 columns are in the order of dbias_sum_position().
 //   3  As 1, but to such padded rows in the element type.
 //
 // portable/backward_bias_rows.cu clears the sums of 2, and copies what 2 and 3 leave to dbias.
@@ -15,7 +15,7 @@
 #include "attn/params.cuh"
 #include "attn/tiles.cuh"
 #include "portable/gradient_unit.cuh"
-#include "portable/summed_position.cuh"
+#include "portable/dbias_sum_position.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 
@@ -26,13 +26,13 @@ struct alignas(16) EightKeys {
 // M: the Mma of dS. The tile of dS is [kTileK][kTileQ], with rows kPitch apart. kWaves: how many waves share it.
 template <class M, class T, int kTileQ, int kTileK, int kPitch, int kWaves>
 struct BiasGradientTile {
-  static constexpr bool kWrites = config::kDbias != 2;     // elements are stored, not added to sums
-  static constexpr bool kApartRows = config::kDbias == 3;  // they are stored in scratch memory
+  static constexpr bool kWrites = config::kDbias != 2;       // elements are stored, not added to sums
+  static constexpr bool kScratchRows = config::kDbias == 3;  // they are stored in scratch memory
   static constexpr int kThreads = kWaves * target::kWave;
   static constexpr int kKeys = 8;
   static constexpr int kPieces = kTileQ * kTileK / kKeys;
   // A matrix load reads keys of two queries side by side. At this distance the two are in different banks.
-  static constexpr int kApart = kTileQ % 32 == 0 ? 16 : 8;
+  static constexpr int kQueryDistance = kTileQ % 32 == 0 ? 16 : 8;
   static_assert(kPieces % target::kWave == 0 && sizeof(T) == 2, "all lanes have as many pieces of 16-bit elements");
 
   // Calls give(query, key, load) for each of a wave's pieces of eight keys; query and key are counted from the tile's
@@ -42,14 +42,14 @@ struct BiasGradientTile {
 #pragma unroll 1
     for (int unit = wave; unit < kPieces / target::kWave; unit += kWaves) {
       if constexpr (M::kAccumulatorFeedsA) {
-        // A unit has 16 keys of two runs of 8 queries, kApart apart.
+        // A unit has 16 keys of two runs of 8 queries, kQueryDistance apart.
         const int key = unit % (kTileK / 16) * 16, n = unit / (kTileK / 16);
-        const int query = kApart == 16 ? n / 2 * 32 + n % 2 * 8 : n * 16;
+        const int query = kQueryDistance == 16 ? n / 2 * 32 + n % 2 * 8 : n * 16;
         const auto load = [&](const T* gradients) {
           const T* const first = gradients + key * kPitch + query;
           const auto run = [&](int row, int column) {
             const int word = row / 8 + column / 8 * 2, pair = row % 8 / 2;
-            return first + (pair % 2 * 8 + word * 2 + row % 2) * kPitch + pair / 2 * kApart;
+            return first + (pair % 2 * 8 + word * 2 + row % 2) * kPitch + pair / 2 * kQueryDistance;
           };
           const typename M::B b = M::load_b_columns_of(run, lane);
           EightKeys keys;
@@ -57,7 +57,7 @@ struct BiasGradientTile {
           UNROLL for (int i = 0; i < 4; i++) keys.pairs[i] = M::pair(b, i);
           return keys;
         };
-        give(query + lane % 4 / 2 * kApart + lane / 4, key + lane % 2 * 8, load);
+        give(query + lane % 4 / 2 * kQueryDistance + lane / 4, key + lane % 2 * 8, load);
       } else {
         const int piece = unit * target::kWave + lane;
         const int query = piece % kTileQ, key = piece / kTileQ * kKeys;
@@ -98,7 +98,7 @@ struct BiasGradientTile {
 
   // Rows in scratch memory are read again soon, those of dbias are not.
   DEVICE static void put(T* at, const EightKeys& keys) {
-    if constexpr (kApartRows) {
+    if constexpr (kScratchRows) {
       *reinterpret_cast<EightKeys*>(at) = keys;
     } else {
       target::store_streaming(at, keys.pairs);
@@ -108,14 +108,14 @@ struct BiasGradientTile {
   // Where the rows of a sequence and head begin, and how far apart they are.
   DEVICE static T* of_head(const BackwardParams& p, int sequence, int head) {
     const int own = head / p.forward.bias.group;
-    if constexpr (kApartRows) {
+    if constexpr (kScratchRows) {
       T* const rows = static_cast<T*>(static_cast<void*>(p.dbias.partials));
       return rows + (int64(sequence) * p.dbias.heads + own) * p.forward.bias.rows * row_stride(p);
     }
     return static_cast<T*>(p.dbias.data) + sequence * p.dbias.batch + own * p.dbias.head;
   }
   DEVICE static int64 row_stride(const BackwardParams& p) {
-    return kApartRows ? round_up(p.forward.bias.keys, 16) : p.dbias.row;
+    return kScratchRows ? round_up(p.forward.bias.keys, 16) : p.dbias.row;
   }
 
   // Writes 0 to those elements of a key tile, of one head, that no query tile of the span `met` meets.
@@ -134,8 +134,8 @@ struct BiasGradientTile {
 
   // Gives out dS of a tile and head. With kPairs it is called for the second head of a pair: `gradients` is its dS,
   // `other` that of the first head.
-  DEVICE static void give(const BackwardParams& p, int sequence, int head, int first_row, int first_key,
-                          const T* gradients, [[maybe_unused]] const T* other, int wave, int lane) {
+  DEVICE static void give_out(const BackwardParams& p, int sequence, int head, int first_row, int first_key,
+                              const T* gradients, [[maybe_unused]] const T* other, int wave, int lane) {
     const Bias& bias = p.forward.bias;
     if constexpr (config::kDbias == 2) {
       const int entry = (p.dbias.batches > 1 ? sequence : 0) * p.dbias.heads + head / bias.group;
@@ -152,7 +152,7 @@ struct BiasGradientTile {
             run[i] = element(keys, half * 4 + i);
             if constexpr (config::kPairs) run[i] += element(others, half * 4 + i);
           }
-          target::atomic_add(sums + query * pitch + key / 16 * 16 + summed_position(key % 16 + half * 4), run);
+          target::atomic_add(sums + query * pitch + key / 16 * 16 + dbias_sum_position(key % 16 + half * 4), run);
         }
       });
     } else {

@@ -26,10 +26,11 @@ struct CapturedGradients {
   const BackwardParams& p;
   const ScoreRule& rule;
   int lane;
-  float whole[kPartials > 0 ? kPartials : 1];  // sums of partials whose element is the same for all of these tiles
+  // Sums of partials whose element is the same for all of these tiles.
+  float common_sums[kPartials > 0 ? kPartials : 1];
 
   DEVICE CapturedGradients(const BackwardParams& p, const ScoreRule& rule, int lane) : p(p), rule(rule), lane(lane) {
-    UNROLL for (int n = 0; n < kPartials; n++) whole[n] = 0.0f;
+    UNROLL for (int n = 0; n < kPartials; n++) common_sums[n] = 0.0f;
   }
 
   // Adds what a tile gives. gradients: dS, 0 where a key is not seen. capped: see transform_scores().
@@ -59,7 +60,7 @@ struct CapturedGradients {
               } else if constexpr (kByKey) {
                 of_key[b][r] += x;
               } else {
-                whole[n] += x;
+                common_sums[n] += x;
               }
             }
           }
@@ -81,14 +82,16 @@ struct CapturedGradients {
     }
   }
 
-  // Adds `whole` to memory. The whole wave calls it after its last tile.
+  // Adds `common_sums` to memory. The whole wave calls it after its last tile.
   template <int n = 0>
   DEVICE void finish() {
     if constexpr (n < kPartials) {
-      constexpr unsigned kTold = config::kPartialsByRow | config::kPartialsByKey;
-      if constexpr ((kTold >> n & 1) == 0) {
-        UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) whole[n] += target::shuffle_xor(whole[n], mask);
-        if (lane == 0) put<n>(rule.position(0, 0), whole[n]);
+      constexpr unsigned kByRowOrKey = config::kPartialsByRow | config::kPartialsByKey;
+      if constexpr ((kByRowOrKey >> n & 1) == 0) {
+        UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) {
+          common_sums[n] += target::shuffle_xor(common_sums[n], mask);
+        }
+        if (lane == 0) put<n>(rule.position(0, 0), common_sums[n]);
       }
       finish<n + 1>();
     }

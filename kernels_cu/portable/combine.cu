@@ -41,7 +41,7 @@ constexpr int kPasses = (kChunks + kLanes - 1) / kLanes;
 constexpr int kAtOnce = kChunk * kPasses <= 8 ? 4 : 2;  // partial results that are loaded at a time
 
 template <class T, int kCount>
-struct alignas(kCount * sizeof(T)) Piece {
+struct alignas(kCount * sizeof(T)) Vector {
   T x[kCount];
 };
 
@@ -86,7 +86,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_combine(PARAMETER Combine
   float total[kPasses][kChunk] = {};
   for (int first = 0; first < p.partials; first += kAtOnce) {
     float weight[kAtOnce];
-    Piece<Element, kLoad> piece[kAtOnce][kPasses][kChunk / kLoad];
+    Vector<Element, kLoad> vector[kAtOnce][kPasses][kChunk / kLoad];
     UNROLL for (int n = 0; n < kAtOnce; n++) {
       const int i = first + n;
       const float log = i < p.partials ? log_of(i) : -target::infinity();
@@ -97,15 +97,15 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_combine(PARAMETER Combine
         const int chunk = pass * kLanes + part;
         UNROLL for (int j = 0; j < kChunk / kLoad; j++) {
           const bool read = alive && (kChunks % kLanes == 0 || chunk < kChunks);
-          piece[n][pass][j] =
-              read ? reinterpret_cast<const Piece<Element, kLoad>*>(from + chunk * kChunk)[j] : Piece<Element, kLoad>{};
+          vector[n][pass][j] = read ? reinterpret_cast<const Vector<Element, kLoad>*>(from + chunk * kChunk)[j]
+                                    : Vector<Element, kLoad>{};
         }
       }
     }
     UNROLL for (int n = 0; n < kAtOnce; n++) {
       UNROLL for (int pass = 0; pass < kPasses; pass++) {
         UNROLL for (int j = 0; j < kChunk; j++) {
-          total[pass][j] += weight[n] * target::to_float(piece[n][pass][j / kLoad].x[j % kLoad]);
+          total[pass][j] += weight[n] * target::to_float(vector[n][pass][j / kLoad].x[j % kLoad]);
         }
       }
     }
@@ -117,9 +117,9 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_combine(PARAMETER Combine
     const int chunk = pass * kLanes + part;
     if (kChunks % kLanes != 0 && chunk >= kChunks) continue;
     UNROLL for (int j = 0; j < kChunk / kStore; j++) {
-      Piece<Result, kStore> stored;
+      Vector<Result, kStore> stored;
       UNROLL for (int e = 0; e < kStore; e++) { stored.x[e] = target::from_float<Result>(total[pass][j * kStore + e]); }
-      reinterpret_cast<Piece<Result, kStore>*>(to + chunk * kChunk)[j] = stored;
+      reinterpret_cast<Vector<Result, kStore>*>(to + chunk * kChunk)[j] = stored;
     }
   }
   if (part == 0) p.lse[(batch * p.nheads + head) * p.rows + row] = top + target::log(sum);

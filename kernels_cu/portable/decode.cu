@@ -19,7 +19,7 @@ struct WaveRing {
   static constexpr int kStageElements = kTileK * (kPitchK + kPitchV);
   static constexpr int kStageBytes = kStageElements * int(sizeof(StoredKey));
   static constexpr bool kLoadsLate = false;  // the next tile is loaded before Q K^T
-  static constexpr int kMoreBytes = kPaged && !kTileInPage ? 2 * kTileK * 8 : 0;  // offsets of a tile's rows
+  static constexpr int kExtraBytes = kPaged && !kTileInPage ? 2 * kTileK * 8 : 0;  // offsets of a tile's rows
   using CopyK = WaveCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kKeyBytes>;
   using CopyV = WaveCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kKeyBytes>;
 
@@ -47,8 +47,8 @@ struct WaveRing {
   StoredKey* const ring;
   int64* const offsets;
 
-  DEVICE WaveRing(unsigned char* ring, unsigned char* more, int)
-      : ring(reinterpret_cast<StoredKey*>(ring)), offsets(reinterpret_cast<int64*>(more)) {}
+  DEVICE WaveRing(unsigned char* ring, unsigned char* extra, int)
+      : ring(reinterpret_cast<StoredKey*>(ring)), offsets(reinterpret_cast<int64*>(extra)) {}
 
   DEVICE unsigned char* bytes(int slot) const { return reinterpret_cast<unsigned char*>(at(slot)); }
   DEVICE auto keys(int slot) const { return pitched_tile<kPitchK>(at(slot)); }

@@ -78,8 +78,8 @@ struct DqShare {
       alignas(8) T y[kAtOnce];
       UNROLL for (int j = 0; j < kAtOnce; j++) y[j] =
           target::from_float<T>(result.factor * dq.x[C::element(slot, i + j)]);
-      using Piece = Chunk<kAtOnce* int(sizeof(T))>;
-      *reinterpret_cast<Piece*>(result.first + row * result.stride + column) = *reinterpret_cast<const Piece*>(y);
+      using Access = Chunk<kAtOnce* int(sizeof(T))>;
+      *reinterpret_cast<Access*>(result.first + row * result.stride + column) = *reinterpret_cast<const Access*>(y);
     }
   }
 };

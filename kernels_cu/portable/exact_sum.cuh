@@ -30,7 +30,7 @@ struct ExactSum {
   }
 
   // Returns the sum and makes it 0 again.
-  DEVICE float take() {
+  DEVICE float read_and_clear() {
     unsigned digits[kDigits];
     int64 carry = 0;
     UNROLL for (int n = 0; n < kDigits; n++) {

@@ -49,13 +49,15 @@ constexpr int kPitchK = padded_pitch<StoredKey>(kDepthQk);
 constexpr int kPitchV = padded_pitch<StoredKey>(kDepthV);
 
 // How many Elements of shared memory `count` stored keys or values take, which may have 8 bits.
-DEVICE constexpr int stored(int count) { return count * int(sizeof(StoredKey)) / int(sizeof(Element)); }
+DEVICE constexpr int elements_for_stored_keys(int count) {
+  return count * int(sizeof(StoredKey)) / int(sizeof(Element));
+}
 
 // The layout of shared memory, in Elements. The output is stored through the space of the queries (and of the first
 // keys if it is wider).
 constexpr int kKeysAt = kTileQ * kPitchQk;
-constexpr int kValuesAt = kKeysAt + stored(kStages * kTileK * kPitchK);
-constexpr int kProbabilitiesAt = kValuesAt + stored(kStages * kTileK * kPitchV);
+constexpr int kValuesAt = kKeysAt + elements_for_stored_keys(kStages * kTileK * kPitchK);
+constexpr int kProbabilitiesAt = kValuesAt + elements_for_stored_keys(kStages * kTileK * kPitchV);
 constexpr int kElementsUsed = kProbabilitiesAt + (M::kAccumulatorFeedsA ? 0 : kTileQ * kPitchP);
 constexpr int kElementsOut = kTileQ * kPitchOut;
 constexpr int kBytesNeeded = (kElementsUsed > kElementsOut ? kElementsUsed : kElementsOut) * int(sizeof(Element));
@@ -74,10 +76,10 @@ constexpr int kSteps = kDepthQk / M::kDepth;
 // conversions at once take too many registers.
 constexpr int kUnrolledSteps = M::kDepth != 16 ? 4 : kFloat8 && kDepthQk > 128 ? 2 : 16;
 
-// A long chain of float32 additions loses accuracy. So in float32 the output is summed over kTilesOfSum key tiles at a
-// time, and these sums are added up, unless the second accumulator would take too many registers.
-constexpr bool kSumsApart = sizeof(Element) == 4 && kRowBlocks * kOutBlocks * C::kElements <= 64;
-constexpr int kTilesOfSum = kTileK < 256 ? 256 / kTileK : 1;
+// A long chain of float32 additions loses accuracy. So in float32 the output is summed over kTilesPerPartialSum key
+// tiles at a time, and these sums are added up, unless the second accumulator would take too many registers.
+constexpr bool kPartialOutputSums = sizeof(Element) == 4 && kRowBlocks * kOutBlocks * C::kElements <= 64;
+constexpr int kTilesPerPartialSum = kTileK < 256 ? 256 / kTileK : 1;
 
 // The wave's queries as operands: read once into registers, or from shared memory at every use.
 struct Queries {
@@ -179,13 +181,13 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   OnlineSoftmax<C, kRowBlocks> softmax(kScaleFirst || ScoreRule::kGivesScaledScores ? Exponent::kUnit
                                                                                     : rule.scale() * Exponent::kUnit);
   C o[kRowBlocks][kOutBlocks];
-  C sum[kRowBlocks][kSumsApart ? kOutBlocks : 1];  // of the key tiles before those that o sums
+  C sum[kRowBlocks][kPartialOutputSums ? kOutBlocks : 1];  // of the key tiles before those that o sums
   UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
-  if constexpr (kSumsApart) {
+  if constexpr (kPartialOutputSums) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) sum[m][d] = C{}; }
   }
   const auto add_to_sum = [&] {
-    if constexpr (kSumsApart) {
+    if constexpr (kPartialOutputSums) {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int d = 0; d < kOutBlocks; d++) {
           UNROLL for (int e = 0; e < C::kElements; e++) sum[m][d].x[e] += o[m][d].x[e];
@@ -237,19 +239,19 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     seen.hide(s, -target::infinity(), lane, added.bias_clearer());
     if (softmax.update_row_max(s, added)) {
       softmax.rescale(o);
-      if constexpr (kSumsApart) softmax.rescale(sum);
+      if constexpr (kPartialOutputSums) softmax.rescale(sum);
     }
     softmax.exponentiate(s);
     random.drop(s, dropout, lane);
     const StoredKey* const values = values_of(n);
     multiply_accumulators<M, kUnrolledSteps, kPitchP>(o, s, slab, pitched_tile<kPitchV>(values), lane);
-    if constexpr (kSumsApart) {
-      if (n % kTilesOfSum == kTilesOfSum - 1) add_to_sum();
+    if constexpr (kPartialOutputSums) {
+      if (n % kTilesPerPartialSum == kTilesPerPartialSum - 1) add_to_sum();
     }
   }
 
   softmax.sum_rows();
-  if constexpr (kSumsApart) {
+  if constexpr (kPartialOutputSums) {
     add_to_sum();
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = sum[m][d]; }
   }

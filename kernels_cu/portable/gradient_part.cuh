@@ -8,7 +8,7 @@
 
 // Rows of keys in a part of dk or dv: how many there are, and the first one of a sequence.
 struct PartRows {
-  int64 all, first;
+  int64 rows_per_part, first;
 };
 // kSinks: a part has p.sink_rows rows for each sequence, whether it has as many keys or not. Else it has the rows of
 // the array of keys, which packed sequences share.

@@ -22,48 +22,49 @@ struct Handover {
   using C = typename target::Mma<Element>::C;
   static constexpr bool k16Bit = sizeof(Element) == 2;
   // Whether a weight may differ from its probability.
-  static constexpr bool kSpecial = config::kDropout || ScoreRule::kHasDerivative;
+  static constexpr bool kDiffersFromP = config::kDropout || ScoreRule::kHasDerivative;
   // Weights keep all 32 bits, in two tiles. A user's derivative, for one, may be of any size.
-  static constexpr bool kWide = config::kExactWeights;
-  static_assert(!kWide || k16Bit, "float32 is exact as it is");
+  static constexpr bool kFloat32Weights = config::kExactWeights;
+  static_assert(!kFloat32Weights || k16Bit, "float32 is exact as it is");
   // Weights are float16, which has digits enough for what becomes a bfloat16.
-  static constexpr bool kNarrow = k16Bit && !kWide && (config::kUnitShift > 0 || kSpecial);
+  static constexpr bool kFloat16Weights = k16Bit && !kFloat32Weights && (config::kUnitShift > 0 || kDiffersFromP);
   // Whether such weights go from lane to lane. Else they go by matrix stores and loads.
-  static constexpr bool kByLanes = !kOperandTile;
-  static_assert(!k16Bit || !kByLanes || kWide || kNarrow, "where no operand lies in shared memory, weights have tiles");
+  static constexpr bool kLaneToLane = !kOperandTile;
+  static_assert(!k16Bit || !kLaneToLane || kFloat32Weights || kFloat16Weights,
+                "where no operand lies in shared memory, weights have tiles");
   // Whether weights have tiles of their own. Else the operand P serves as the weights.
-  static constexpr bool kOwnTile = kWide || kNarrow || kSpecial;
-  static constexpr int kTiles = kWide ? 2 : 1;
+  static constexpr bool kOwnTile = kFloat32Weights || kFloat16Weights || kDiffersFromP;
+  static constexpr int kTiles = kFloat32Weights ? 2 : 1;
 
   // Marks the weight of a dropped element: by its sign where weights are never negative, else by its last bit.
   DEVICE static float marked(float weight, bool kept) {
-    if constexpr (kNarrow) return kept ? weight : -weight;
+    if constexpr (kFloat16Weights) return kept ? weight : -weight;
     return target::float_of((unsigned(target::bits_of(weight)) & ~1u) | unsigned(!kept));
   }
   DEVICE static bool is_kept(float weight) {
     const unsigned bits = target::bits_of(weight);
-    return kNarrow ? bits >> 31 == 0 : (bits & 1u) == 0;
+    return kFloat16Weights ? bits >> 31 == 0 : (bits & 1u) == 0;
   }
-  DEVICE static float unmarked(float weight) { return kNarrow ? fmaxf(weight, -weight) : weight; }
+  DEVICE static float unmarked(float weight) { return kFloat16Weights ? fmaxf(weight, -weight) : weight; }
 
   // second: the other tile, where there are two.
   DEVICE static void store(const C& weights, Element* tile, Element* second, int lane) {
-    if constexpr (kWide) {
+    if constexpr (kFloat32Weights) {
       store_lane_to_lane(weights, tile, second, kPitch, lane);
-    } else if constexpr (kNarrow && kByLanes) {
+    } else if constexpr (kFloat16Weights && kLaneToLane) {
       store_lane_to_lane_16bit<target::Mma<float16>>(weights, tile, kPitch, lane);
-    } else if constexpr (kNarrow) {
+    } else if constexpr (kFloat16Weights) {
       store_accumulator<target::Mma<float16>>(weights, reinterpret_cast<float16*>(tile), kPitch, lane);
     } else {
       store_accumulator<target::Mma<Element>>(weights, tile, kPitch, lane);
     }
   }
   DEVICE static C load(const Element* tile, const Element* second, int lane) {
-    if constexpr (kWide) {
+    if constexpr (kFloat32Weights) {
       return load_lane_to_lane<C>(tile, second, kPitch, lane);
-    } else if constexpr (kNarrow && kByLanes) {
+    } else if constexpr (kFloat16Weights && kLaneToLane) {
       return load_lane_to_lane_16bit<target::Mma<float16>, C>(tile, kPitch, lane);
-    } else if constexpr (kNarrow) {
+    } else if constexpr (kFloat16Weights) {
       return load_accumulator<target::Mma<float16>, C>(reinterpret_cast<const float16*>(tile), kPitch, lane);
     } else {
       return load_accumulator<target::Mma<Element>, C>(tile, kPitch, lane);
@@ -76,7 +77,7 @@ struct Handover {
 // that owns dk waits for all waves of the other half. 2: each of its waves waits for the wave with the same keys.
 // kColumnWaves is 1 unless kArrivals is 0.
 template <int kArrivals, int kRoleWaves>
-DEVICE void meet_for_weights(bool owns_dk, int wave) {
+DEVICE void sync_weights(bool owns_dk, int wave) {
   static_assert(kArrivals < 2 || kRoleWaves < 16, "hardware has 16 barriers, of which block_sync() takes one");
   constexpr int kThreads = (kArrivals == 2 ? 2 : 2 * kRoleWaves) * target::kWave;
   if constexpr (kArrivals == 0) {

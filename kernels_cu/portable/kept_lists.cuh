@@ -23,8 +23,8 @@ DEVICE State state_of(const KeptListsParams& p, const KeptList& kept, const Kept
   if (least < 0) return kDead;
   const int last_key = kept.key(last_entry);
   const int most = last_key < 0 ? kept.rows - 1 : last_key;
-  if (KeptRange::of_any(limits, row, last_row).has_none(least, most)) return kDead;
-  const bool all = last_key >= 0 && KeptRange::of_each(limits, row, last_row).has_each(least, most);
+  if (KeptRange::union_of_rows(limits, row, last_row).has_none(least, most)) return kDead;
+  const bool all = last_key >= 0 && KeptRange::intersection_of_rows(limits, row, last_row).has_each(least, most);
   return all ? kFull : kPartial;
 }
 

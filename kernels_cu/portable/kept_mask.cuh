@@ -12,8 +12,10 @@ struct KeptRange {
   int64 first, last, sink;
 
   // The keys that each of the rows [a, b] sees, and those that any of these rows sees.
-  DEVICE static KeptRange of_each(const KeptLimits& p, int a, int b) { return {b + p.first, a + p.last, p.sink}; }
-  DEVICE static KeptRange of_any(const KeptLimits& p, int a, int b) { return {a + p.first, b + p.last, p.sink}; }
+  DEVICE static KeptRange intersection_of_rows(const KeptLimits& p, int a, int b) {
+    return {b + p.first, a + p.last, p.sink};
+  }
+  DEVICE static KeptRange union_of_rows(const KeptLimits& p, int a, int b) { return {a + p.first, b + p.last, p.sink}; }
 
   DEVICE bool has(int key) const { return key <= last && (key >= first || key < sink); }
   // Whether all of the keys [least, most] are in it; whether it is certain that none of them is.
@@ -68,10 +70,11 @@ DEVICE void write(const KeptMaskParams& p, const KeptKeys& kept, const KeptLimit
   const int first = begin + target::thread_index() / kWords;
   unsigned short* const to = p.bits + int64(plane) * limits.rows * p.words + word;
   for (int row = first; row < end; row += kStep) {
-    to[int64(row) * p.words] = static_cast<unsigned short>(entries.bits(KeptRange::of_each(limits, row, row)));
+    to[int64(row) * p.words] =
+        static_cast<unsigned short>(entries.bits(KeptRange::intersection_of_rows(limits, row, row)));
   }
   if (first != 0) return;
-  const KeptRange any = KeptRange::of_any(limits, 0, limits.rows - 1);
+  const KeptRange any = KeptRange::union_of_rows(limits, 0, limits.rows - 1);
   p.keys[int64(plane) * p.words + word] = static_cast<unsigned short>(entries.bits(any));
 }
 

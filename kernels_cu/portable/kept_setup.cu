@@ -11,7 +11,7 @@ using namespace config;
 
 // Whether this block is one of the next `blocks` blocks of the launch. If not, `block` becomes its index among those
 // behind them.
-DEVICE bool takes(int blocks, int& block) {
+DEVICE bool is_among_next(int blocks, int& block) {
   if (block < blocks) return true;
   block -= blocks;
   return false;
@@ -43,10 +43,10 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_kept_setup(PARAMETER Kept
   const KeptKeys& kept = p.rows.kept;
   int block = target::block_index();
   // Blocks that read many entries one after the other come first.
-  if (takes(p.lists0.blocks, block)) return kept_lists::make(p.lists0, kept, p.limits, block);
-  if (takes(p.lists1.blocks, block)) return kept_lists::make(p.lists1, kept, p.limits, block);
-  if (takes(p.lengths.blocks, block)) return count(p.lengths, kept, block);
-  if (takes(p.mask.blocks, block)) return kept_mask::write(p.mask, kept, p.limits, block);
-  if (takes(p.gather_blocks, block)) return gather<kept_rows::Keys>(p.rows, p.rows.k, block);
+  if (is_among_next(p.lists0.blocks, block)) return kept_lists::make(p.lists0, kept, p.limits, block);
+  if (is_among_next(p.lists1.blocks, block)) return kept_lists::make(p.lists1, kept, p.limits, block);
+  if (is_among_next(p.lengths.blocks, block)) return count(p.lengths, kept, block);
+  if (is_among_next(p.mask.blocks, block)) return kept_mask::write(p.mask, kept, p.limits, block);
+  if (is_among_next(p.gather_blocks, block)) return gather<kept_rows::Keys>(p.rows, p.rows.k, block);
   gather<kept_rows::Values>(p.rows, p.rows.v, block);
 }

@@ -22,7 +22,7 @@ using mask_writing::State;
 constexpr int kWaves = kThreads / target::kWave;
 constexpr int kGranuleKeys = mask_writing::kGranuleWords * 16;
 constexpr int kTile = kOfKeys ? kTileK : kTileQ;
-constexpr int kPair = kOfKeys ? 2 : 1;
+constexpr int kEntryInts = kOfKeys ? 2 : 1;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
 using Order = OrderLists<kTile>;
 static_assert(!kOfKeys || !kOrdered, "query tiles are ordered");
@@ -83,8 +83,8 @@ DEVICE int add(int* list, int count, int capacity, int part, const Granules& gra
       const int at = count + lanes.before;
       if (live && at < capacity) {
         const int entry = tiles.tile(base + i * target::kWave) * 2 + int(states[i] == mask_writing::kPartial);
-        if (kOfKeys) list[1 + at * kPair] = part;
-        list[at * kPair + kPair] = entry;
+        if (kOfKeys) list[1 + at * kEntryInts] = part;
+        list[at * kEntryInts + kEntryInts] = entry;
       }
       count += lanes.total;
     }
@@ -114,7 +114,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
   const Visible visible(f, q.length, k.length);
   // Lengths on the GPU are not trusted: there may be more tiles than the host expects.
   for (int64 tile = sequence_tile % p.tiles; tile * kTile < own.length; tile += p.tiles) {
-    int* const list = list_of<kTile, kPair>(lists, sequence, own, static_cast<int>(tile), head * lists.group);
+    int* const list = list_of<kTile, kEntryInts>(lists, sequence, own, static_cast<int>(tile), head * lists.group);
     int count = 0;
     for (int part = 0; part < p.parts; part++) {
       const unsigned char* const map = p.map + sequence * p.map_batch + (head * p.parts + part) / p.group * p.map_head;

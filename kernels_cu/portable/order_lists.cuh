@@ -26,8 +26,8 @@ struct LaneSums {
 // unrolled: instructions are fetched for one wave alone, and fetching them takes longer than executing them.
 template <int kTile>
 struct OrderLists {
-  static constexpr int kLengths = 128, kKept = 256;  // buckets; lengths that are kept in shared memory
-  static constexpr int kSharedBytes = (kLengths + kKept) * sizeof(unsigned);
+  static constexpr int kBuckets = 128, kCachedLengths = 256;  // buckets; lengths that are kept in shared memory
+  static constexpr int kSharedBytes = (kBuckets + kCachedLengths) * sizeof(unsigned);
 
   const TileLists& lists;
   int sequence, head;
@@ -36,7 +36,7 @@ struct OrderLists {
   // shared: kSharedBytes that the wave has to itself.
   DEVICE void operator()(unsigned* shared, int lane) const {
     unsigned* const buckets = shared;
-    int* const kept = reinterpret_cast<int*>(shared + kLengths);
+    int* const cached = reinterpret_cast<int*>(shared + kBuckets);
     const int tiles = (span.length + kTile - 1) / kTile;
     const int* const lengths = list_of<kTile, 1>(lists, sequence, span, 0, head);
     const int64 next = lists.nheads * list_length<1>(lists);
@@ -45,25 +45,25 @@ struct OrderLists {
 #pragma unroll 4
     for (int tile = lane; tile < tiles; tile += target::kWave) {
       const int own = lengths[tile * next];
-      if (tile < kKept) kept[tile] = own;
+      if (tile < kCachedLengths) cached[tile] = own;
       longest = own > longest ? own : longest;
     }
     for (int mask = 1; mask < target::kWave; mask *= 2) {
       const int other = static_cast<int>(target::shuffle_xor(static_cast<unsigned>(longest), mask));
       longest = other > longest ? other : longest;
     }
-    const float each_bucket = float(kLengths) / (longest + 1);
+    const float each_bucket = float(kBuckets) / (longest + 1);
     const auto bucket_of = [&](int tile) {
-      const int length = tile < kKept ? kept[tile] : lengths[tile * next];
+      const int length = tile < kCachedLengths ? cached[tile] : lengths[tile * next];
       const int bucket = static_cast<int>((length < longest ? longest - length : 0) * each_bucket);
-      return buckets + (bucket < kLengths ? bucket : kLengths - 1);
+      return buckets + (bucket < kBuckets ? bucket : kBuckets - 1);
     };
-    for (int n = lane; n < kLengths; n += target::kWave) buckets[n] = 0;
+    for (int n = lane; n < kBuckets; n += target::kWave) buckets[n] = 0;
     target::wave_sync();
 #pragma unroll 1
     for (int tile = lane; tile < tiles; tile += target::kWave) target::fetch_add(bucket_of(tile), 1);
     target::wave_sync();
-    constexpr int kEach = kLengths / target::kWave;
+    constexpr int kEach = kBuckets / target::kWave;
     unsigned* const own = buckets + lane * kEach;
     int count = 0;
     UNROLL for (int n = 0; n < kEach; n++) count += static_cast<int>(own[n]);

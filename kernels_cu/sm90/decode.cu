@@ -73,10 +73,10 @@ struct EngineRing {
   static constexpr int kTileBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
   // Bytes by which a stage is larger than its tile, if the partial result of the rows fits in a stage only then:
   // attn/decode.cuh leaves it in the free one.
-  static constexpr int kMore = 1024;
-  static constexpr bool kWidened = kTileBytes < kPartialBytes && kPartialBytes <= kTileBytes + kMore;
-  static constexpr int kStageBytes = kTileBytes + (kWidened ? kMore : 0);
-  static constexpr int kMoreBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)), 16);  // beside the stages: barriers
+  static constexpr int kWidening = 1024;
+  static constexpr bool kWidened = kTileBytes < kPartialBytes && kPartialBytes <= kTileBytes + kWidening;
+  static constexpr int kStageBytes = kTileBytes + (kWidened ? kWidening : 0);
+  static constexpr int kExtraBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)), 16);  // beside the stages: barriers
   static_assert(kBlockBytes % 1024 == 0, "blocks begin where the swizzle does");
   static_assert(kStages <= 32, "a bit tells a slot's parity");
 
@@ -87,8 +87,8 @@ struct EngineRing {
   ptx::Mbarrier* const full;
   unsigned parities = 0;  // of the mbarrier phase to wait for next, a bit for each slot
 
-  DEVICE EngineRing(unsigned char* ring, unsigned char* more, int lane, const Maps& maps)
-      : maps(maps), ring(ring), full(reinterpret_cast<ptx::Mbarrier*>(more)) {
+  DEVICE EngineRing(unsigned char* ring, unsigned char* extra, int lane, const Maps& maps)
+      : maps(maps), ring(ring), full(reinterpret_cast<ptx::Mbarrier*>(extra)) {
     if (lane == 0) {
       ptx::prefetch_tensormap(&maps.k);
       ptx::prefetch_tensormap(&maps.v);

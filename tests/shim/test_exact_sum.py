@@ -25,7 +25,7 @@ KERNEL LAUNCH_BOUNDS(64, 1) void probe(PARAMETER Params p) {
   const int thread = target::thread_index();
   for (int64 n = thread; n < p.count; n += 64) p.sum->add(p.x[n]);
   target::block_sync();
-  if (thread == 0) p.y[0] = p.sum->take();
+  if (thread == 0) p.y[0] = p.sum->read_and_clear();
 }
 """
 _PARAMS = np.dtype([("x", np.uint64), ("sum", np.uint64), ("y", np.uint64), ("count", np.int64)])

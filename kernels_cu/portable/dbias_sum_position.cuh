@@ -4,4 +4,4 @@
 
 #include "target/target.cuh"
 
-DEVICE constexpr int summed_position(int key) { return key % 8 / 4 * 8 + key / 8 * 4 + key % 4; }
+DEVICE constexpr int dbias_sum_position(int key) { return key % 8 / 4 * 8 + key / 8 * 4 + key % 4; }
