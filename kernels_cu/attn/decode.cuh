@@ -11,7 +11,7 @@
 // these blocks to finish (attn/schedule/shared_tile.cuh).
 //
 // How key tiles get into a ring differs: the template parameter `Ring` is WaveRing of portable/decode.cu, whose lanes
-// copy asynchronously, or EngineRing of sm90/decode.cu, which uses TMA.
+// copy asynchronously, or TmaRing of sm90/decode.cu, which uses TMA.
 #pragma once
 
 #include "attn/decode_output.cuh"
@@ -285,7 +285,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       seen.hide(s, finish.masked(), lane, added.bias_clearer());
       // P V would be NaN where V is NaN, even for a probability of 0: rows of V that no query row sees are cleared.
       if (seen.for_each_unseen_key(lane, [&](int key) { ring.clear_value(slot, key); })) {
-        ring.values_are_clean();
+        ring.publish_cleared_values();
         target::wave_sync();
       }
       if (softmax.update_row_max(s, added)) softmax.rescale(o);

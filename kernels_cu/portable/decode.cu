@@ -75,7 +75,7 @@ struct WaveRing {
     Chunk<16>* const first = reinterpret_cast<Chunk<16>*>(at(slot) + kTileK * kPitchK + row * kPitchV);
     UNROLL for (int n = 0; n < kPitchV * int(sizeof(StoredKey)) / 16; n++) first[n] = Chunk<16>{};
   }
-  DEVICE void values_are_clean() const {}
+  DEVICE void publish_cleared_values() const {}
   DEVICE void give_back() const {}
 
  private:

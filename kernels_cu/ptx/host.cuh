@@ -41,7 +41,7 @@ void mbarrier_arrive_at(void* barrier, int rank);
 void send(void* to, unsigned x, void* barrier, int rank);
 // Loads a box to this block, or to the first `receivers` blocks of the cluster.
 void copy_tensor(void* shared, const ptx::TensorMap& map, void* barrier, const int (&coordinates)[5], int receivers);
-void fence_copies();
+void fence_async_proxy();
 void store_tensor(const ptx::TensorMap& map, const void* shared, const int (&coordinates)[5]);
 void commit_stores();
 void wait_stores_read();
@@ -118,8 +118,8 @@ DEVICE unsigned ballot(bool predicate) {
   return mine;
 }
 
-DEVICE void compute_here(unsigned) {}
-DEVICE void read_anew() {}
+DEVICE void pin_computation(unsigned) {}
+DEVICE void compiler_fence() {}
 
 template <int kOffset>
 DEVICE void ldmatrix(unsigned (&r)[4], unsigned row) {
@@ -155,7 +155,7 @@ DEVICE void copy_tensor_5d_evict_first(void* shared, const TensorMap* map, Mbarr
   copy_tensor_5d(shared, map, barrier, c0, c1, c2, c3, c4);
 }
 
-DEVICE void fence_copies() { host::fence_copies(); }
+DEVICE void fence_async_proxy() { host::fence_async_proxy(); }
 DEVICE void store_tensor_5d(const TensorMap* map, const void* shared, int c0, int c1, int c2, int c3, int c4) {
   host::store_tensor(*map, shared, {c0, c1, c2, c3, c4});
 }

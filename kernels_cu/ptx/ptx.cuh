@@ -8,7 +8,7 @@
 #include "ptx/ballot.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
-#include "ptx/compute_here.cuh"
+#include "ptx/pin_computation.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/mbarrier.cuh"

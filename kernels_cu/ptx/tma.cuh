@@ -50,7 +50,7 @@ DEVICE void copy_tensor_5d_evict_first(void* shared, const TensorMap* map, Mbarr
 
 // Orders this thread's accesses to shared memory before those of TMA and wgmma that follow: what it has written is
 // visible to them. If another thread issues the copy or the product, the two threads must synchronise in between.
-DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Stores a box. What lies outside the tensor is left alone. `shared` may be written again once this thread has
 // committed its stores (commit_stores) and waited until TMA has read them (wait_stores_read).

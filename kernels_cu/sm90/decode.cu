@@ -62,7 +62,7 @@ struct MappedKeys<false> {
 };
 
 // A warp's ring of key tiles, which TMA fills: the Ring of attn/decode.cuh.
-struct EngineRing {
+struct TmaRing {
   static constexpr int kColumns = SwizzledTile<kTileK, StoredKey>::kColumns;
   static constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
   static constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
@@ -87,7 +87,7 @@ struct EngineRing {
   ptx::Mbarrier* const full;
   unsigned parities = 0;  // of the mbarrier phase to wait for next, a bit for each slot
 
-  DEVICE EngineRing(unsigned char* ring, unsigned char* extra, int lane, const Maps& maps)
+  DEVICE TmaRing(unsigned char* ring, unsigned char* extra, int lane, const Maps& maps)
       : maps(maps), ring(ring), full(reinterpret_cast<ptx::Mbarrier*>(extra)) {
     if (lane == 0) {
       ptx::prefetch_tensormap(&maps.k);
@@ -131,7 +131,7 @@ struct EngineRing {
     for (int n = lane; n < kBlocksV * kBlockBytes / 16; n += target::kWave) {
       if (!is_real(real, n / 8 % kTileK)) *reinterpret_cast<Chunk<16>*>(values + n * 16) = Chunk<16>{};
     }
-    ptx::fence_copies();
+    ptx::fence_async_proxy();
   }
   DEVICE void clear_value(int slot, int row) const {
     UNROLL for (int b = kBlocksQk; b < kBlocksQk + kBlocksV; b++) {
@@ -139,7 +139,7 @@ struct EngineRing {
       UNROLL for (int n = 0; n < 8; n++) first[n] = Chunk<16>{};
     }
   }
-  DEVICE void values_are_clean() const { ptx::fence_copies(); }
+  DEVICE void publish_cleared_values() const { ptx::fence_async_proxy(); }
   // Makes the initialised barriers visible to all lanes, and waits for earlier kernels, whose results are read from
   // here on.
   DEVICE void wait_for_prior_kernels() const {
@@ -150,7 +150,7 @@ struct EngineRing {
   // costs large batches 1 % of the memory bandwidth (docs/notes/decode.md).
   DEVICE void launch_dependents() const { target::launch_dependents(); }
   // Orders what this thread has read and written in slots before TMA fills them again.
-  DEVICE void give_back() const { ptx::fence_copies(); }
+  DEVICE void give_back() const { ptx::fence_async_proxy(); }
 
  private:
   DEVICE static SwizzledTile<kTileK, StoredKey> tile(const unsigned char* bytes) {
@@ -163,5 +163,5 @@ struct EngineRing {
 KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_sm90_decode(PARAMETER ForwardParams p,
                                                                                       PARAMETER decode::Maps maps) {
   SHARED_MEMORY_ALIGNED(shared, config::kSharedBytes, 1024);
-  decode::attend<decode::EngineRing>(p, shared, maps);
+  decode::attend<decode::TmaRing>(p, shared, maps);
 }

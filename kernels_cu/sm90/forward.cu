@@ -52,8 +52,8 @@ struct Consumer {
         index(index),
         lane(target::thread_index() % 32),
         warp(target::thread_index() / 32 % 4),
-        first_keys(make_uniform_descriptor(s.keys[0], 0, kNextKeys)),
-        first_values(make_uniform_descriptor(s.values[0], kNextBlock, kNextValues)),
+        first_keys(make_uniform_descriptor(s.keys[0], 0, kKeyGroupStride)),
+        first_values(make_uniform_descriptor(s.values[0], kBlockStride, kValueGroupStride)),
         shared(make_uniform(target::shared_address(&s))),
         bias(s, tile_row(index * 64 + warp * 16), lane),
         slopes(s, index) {}
@@ -79,16 +79,16 @@ struct Consumer {
   DEVICE unsigned keys_barriers() const { return shared + keys.slot * static_cast<int>(sizeof(ptx::Mbarrier)); }
   DEVICE void wait_for_keys() const {
     ptx::mbarrier_wait<kKeysFull>(keys_barriers(), keys.parity);
-    see_copies();
+    fence_row_copies();
   }
   DEVICE void wait_for_values() const {
     ptx::mbarrier_wait(&s.values_full[values.slot], values.parity);
-    see_copies();
+    fence_row_copies();
   }
   // Where lanes of the producer copied the tile, makes their copies visible to wgmma. Tiles of 8 bits need no fence
   // here: the warps that convert them have issued it.
-  DEVICE static void see_copies() {
-    if constexpr (kCopiesRows && !kFloat8) ptx::fence_copies();
+  DEVICE static void fence_row_copies() {
+    if constexpr (kCopiesRows && !kFloat8) ptx::fence_async_proxy();
   }
 
   // Issues S = Q K^T for the key tile in the ring's current slot, and does not wait for it. beyond: the tile lies
@@ -98,7 +98,7 @@ struct Consumer {
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kDepthQk / 16; step++) {
       Qk::ss<ptx::Major::K, ptx::Major::K>(scores[0], q + step / 4 * (kTileRows * 8) + step % 4 * 2,
-                                           k + step / 4 * (kNextBlock / 16) + step % 4 * 2, step > 0);
+                                           k + step / 4 * (kBlockStride / 16) + step % 4 * 2, step > 0);
     }
     slopes.add(scores[0], beyond);
     ptx::wgmma_commit();
@@ -108,7 +108,7 @@ struct Consumer {
     const unsigned long long v = of_slot<kValueBytes>(first_values, values.slot);
     ptx::wgmma_fence();
     UNROLL for (int step = 0; step < kKeyBlocks; step++) {
-      Pv::rs<ptx::Major::MN>(o[0], p[step], v + step * (2 * kNextValues / 16));
+      Pv::rs<ptx::Major::MN>(o[0], p[step], v + step * (2 * kValueGroupStride / 16));
     }
     ptx::wgmma_commit();
   }
@@ -153,7 +153,7 @@ struct Consumer {
 
 // The last query row of a consumer whose first one is `first`.
 DEVICE int last_query(const WorkTile& work, int first) {
-  int behind = first + Rows::kOfConsumer;
+  int behind = first + Rows::kQueryRowsOfConsumer;
   if constexpr (kInterleaved) {
     const int behind_tile = first_query(work) + kTileQ;
     if (behind_tile < behind) behind = behind_tile;
@@ -204,7 +204,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     const Keys key_tiles = key_tiles_of(p, work);
     const TileSpan span = span_of_item(key_tiles, work);
     // [first, last]: the query rows that this consumer's 64 rows of the tile belong to.
-    constexpr int kRows = Rows::kOfConsumer;
+    constexpr int kRows = Rows::kQueryRowsOfConsumer;
     const int first = first_query(work) + (kRows == kTileQ ? 0 : tile_row(index * 64).row);
     const int last = last_query(work, first);
     const TileRow own = tile_row(index * 64 + self.warp * 16);
@@ -359,7 +359,7 @@ DEVICE void clear_last_rows(SharedMemory& s) {
     unsigned char* const block = s.queries[0] + n / kEach * (kTileRows * 128);
     reinterpret_cast<Chunk<16>*>(block + kTileQ * kHeadsPerTile * 128)[n % kEach] = Chunk<16>{};
   }
-  ptx::fence_copies();
+  ptx::fence_async_proxy();
 }
 
 }  // namespace forward
@@ -372,15 +372,15 @@ KERNEL CLUSTER(forward::kCluster)
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
   if (target::thread_index() == 0) {
     for (int i = 0; i < kStages; i++) {
-      ptx::mbarrier_init(&shared.keys_full[i], kCopiesRows && !kFloat8 ? kRowWarps * target::kWave : 1);
+      ptx::mbarrier_init(&shared.keys_full[i], kCopiesRows && !kFloat8 ? kLoadWarps * target::kWave : 1);
       ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers * kCluster);
-      ptx::mbarrier_init(&shared.values_full[i], kCopiesRows || kFloat8 ? kRowWarps * target::kWave : 1);
+      ptx::mbarrier_init(&shared.values_full[i], kCopiesRows || kFloat8 ? kLoadWarps * target::kWave : 1);
       ptx::mbarrier_init(&shared.values_empty[i], kFloat8 ? kWarpgroup * kConsumers : 4 * kConsumers * kCluster);
     }
     for (int i = 0; i < 2; i++) {
       ptx::mbarrier_init(&shared.work_full[i], 1);
       if constexpr (kKeyMask) ptx::mbarrier_init(&shared.work_found[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kHelpers);
+      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kWorkReadingWarps);
     }
     for (int i = 0; i < (kBiasInSlots ? kBiasSlots : 0); i++) {
       ptx::mbarrier_init(&shared.bias_full[i], kBiasByRows ? kBiasWarps * target::kWave : 1);
@@ -416,8 +416,8 @@ KERNEL CLUSTER(forward::kCluster)
     const int warp = target::wave_uniform(target::thread_index() / target::kWave);
     if (warp == 0 && lane < kProducerLanes) produce(p, maps, shared, lane);
     if constexpr (kValuesApart) {
-      if (warp % 2 == 1 && warp / 2 < kRowWarps) produce_part<false>(p, maps, shared, warp / 2, lane);
-      if (warp == 2 && kRowWarps > 1) produce_part<true>(p, maps, shared, 1, lane);
+      if (warp % 2 == 1 && warp / 2 < kLoadWarps) produce_part<false>(p, maps, shared, warp / 2, lane);
+      if (warp == 2 && kLoadWarps > 1) produce_part<true>(p, maps, shared, 1, lane);
     }
     if constexpr (kKeyMask) {
       if (warp == 1) read_key_masks(p, shared, lane);

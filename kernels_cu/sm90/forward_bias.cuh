@@ -12,7 +12,7 @@ DEVICE void prefetch_bias_map(const Maps& maps) {
 }
 
 // The row of a slot that has the bias of a row of the tile.
-DEVICE int line_of_slot(const TileRow& row) {
+DEVICE int slot_row(const TileRow& row) {
   return (kBiasHeads > 1 ? row.head * kBiasRows : 0) + (kBiasRows > 1 ? row.row : 0);
 }
 
@@ -65,7 +65,7 @@ struct BiasReader : BiasRing {
   template <class SharedMemory>
   DEVICE BiasReader(SharedMemory& s, const TileRow& own, int lane) {
     if constexpr (kBiasInBoxes) {
-      const int n = line_of_slot(own) + (kBiasRows > 1 ? lane % 16 : 0);
+      const int n = slot_row(own) + (kBiasRows > 1 ? lane % 16 : 0);
       row = target::shared_address(s.boxes.bytes) + kOutputBytes + n * 128 + (lane / 16 ^ n % 8) * 16;
     }
   }

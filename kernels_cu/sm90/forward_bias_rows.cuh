@@ -27,12 +27,12 @@ DEVICE Int bias_row(const Bias& bias, int sequence, int head, int row) {
 struct BiasRows {
   static constexpr int kThreads = kBiasWarps * target::kWave;
   // Pieces of 16 bytes of a row whose keys begin a piece; of other rows there is one more. kLastApart: the last piece
-  // is copied in a loop of its own, since the others divide the threads evenly. kOfRow: threads for a row; kAtOnce:
-  // rows at a time.
+  // is copied in a loop of its own, since the others divide the threads evenly. kPerRow: threads for a row;
+  // kRowsAtOnce: rows at a time.
   static constexpr int kPieces = kTileK * kBias / 16;
   static constexpr bool kLastApart = kPieces >= 8 && (kPieces & kPieces - 1) == 0;
-  static constexpr int kOfRow = kLastApart ? kPieces : kPieces < 8 ? 8 : kPieces < 16 ? 16 : kPieces < 32 ? 32 : 64;
-  static constexpr int kAtOnce = kThreads / kOfRow;
+  static constexpr int kPerRow = kLastApart ? kPieces : kPieces < 8 ? 8 : kPieces < 16 ? 16 : kPieces < 32 ? 32 : 64;
+  static constexpr int kRowsAtOnce = kThreads / kPerRow;
 
   unsigned long long first;  // address of the first row
   int64 row_bytes, head_bytes;
@@ -46,7 +46,7 @@ struct BiasRows {
 
   // Copies `bytes` of each row from its byte `begin` on. slot: the address of the slot in shared memory.
   DEVICE void copy(unsigned slot, int64 begin, int bytes, int thread) const {
-    const int piece = thread % kOfRow, own = thread / kOfRow;
+    const int piece = thread % kPerRow, own = thread / kPerRow;
     UNROLL for (int head = 0; head < kBiasHeads; head++) {
       const unsigned long long from = first + begin + head * head_bytes;
       const unsigned to = slot + head * kBiasRows * kBiasPitch;
@@ -54,10 +54,10 @@ struct BiasRows {
         unsigned long long at = from + own * row_bytes;
         unsigned into = to + own * kBiasPitch + piece * 16;
 #pragma unroll 2
-        for (int row = own; row < kBiasRows; row += kAtOnce) {
+        for (int row = own; row < kBiasRows; row += kRowsAtOnce) {
           copy_piece(into, at, piece, bytes, row);
-          at += kAtOnce * row_bytes;
-          into += kAtOnce * kBiasPitch;
+          at += kRowsAtOnce * row_bytes;
+          into += kRowsAtOnce * kBiasPitch;
         }
       }
       if constexpr (kLastApart) {
@@ -124,7 +124,7 @@ struct BiasRowReader : BiasRing {
   template <class SharedMemory>
   DEVICE void begin(SharedMemory& s, const Bias& bias, const WorkTile& work, const TileRow& own, int first_row,
                     int lane) {
-    const int row = C::row(lane, 0), line = line_of_slot(own) + (kBiasRows > 1 ? row : 0);
+    const int row = C::row(lane, 0), line = slot_row(own) + (kBiasRows > 1 ? row : 0);
     const unsigned begins = bias_row<unsigned>(bias, work.sequence, work.head + own.head, first_row + row);
     first = target::shared_address(s.boxes.bytes) + kOutputBytes + line * kBiasPitch + begins % 16 +
             C::column(lane, 0) * kBias;

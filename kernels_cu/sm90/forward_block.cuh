@@ -82,9 +82,10 @@ static_assert(!kFloat8 || kPaged, "pages alone hold 8 bits");
 // rows of the tile.
 static_assert(!kWholeRows || (kPaged && !kFloat8 && kHeadDim % kColumns == 0 && kHeadDimV % kColumns == 0),
               "boxes of pages do, whose rows are blocks of columns and no more");
-constexpr int kNextBlock = kWholeRows ? 1024 : kTileK * 128;  // bytes from a block of columns to the next
+constexpr int kBlockStride = kWholeRows ? 1024 : kTileK * 128;  // bytes from a block of columns to the next
 // Bytes from eight rows to the next eight.
-constexpr int kNextKeys = kWholeRows ? kBlocksQk * 1024 : 1024, kNextValues = kWholeRows ? kBlocksV * 1024 : 1024;
+constexpr int kKeyGroupStride = kWholeRows ? kBlocksQk * 1024 : 1024;
+constexpr int kValueGroupStride = kWholeRows ? kBlocksV * 1024 : 1024;
 
 constexpr int kOutputBytes = kTensorStores ? kBlocksV * kTileRows * 128 : 0;
 
@@ -108,9 +109,9 @@ constexpr int kFirstBiasWarp = 2, kBiasWarps = kBiasByRows ? 2 : 0;
 static_assert(!kBiasByRows || !kFloat8, "those convert tiles of 8 bits");
 // Warps that load keys, and as many load values. Two where rows are copied, unless warps 2 and 3 copy a bias or convert
 // tiles of 8 bits.
-constexpr int kRowWarps = kCopiesRows && !kBiasByRows && !kFloat8 ? 2 : 1;
+constexpr int kLoadWarps = kCopiesRows && !kBiasByRows && !kFloat8 ? 2 : 1;
 // Warps of the producer's warpgroup, beside the first one, that give work slots back.
-constexpr int kHelpers = kValuesApart + 2 * (kRowWarps - 1) + kBiasWarps + kConverters;
+constexpr int kWorkReadingWarps = kValuesApart + 2 * (kLoadWarps - 1) + kBiasWarps + kConverters;
 
 using Qk = ptx::Wgmma<Operand, kTileK>;
 using Pv = ptx::Wgmma<Operand, kDepthV>;
@@ -247,7 +248,7 @@ struct OwnOrder<true> {
     // References, so that a kernel that carries no integers makes no copies of its parameters.
     const Side &q = p.resolve(f.q_side), &k = p.resolve(f.k_side);
     OrderSequences<kThreads, OwnOrder>{q, k, f.batch, kClusterQ, *this}(0, shared);
-    ptx::fence_copies();  // TMA writes there next
+    ptx::fence_async_proxy();  // TMA writes there next
   }
   DEVICE void put(int position, int sequence, const Span&, const Span&, int first_tile) {
     sequences[position] = sequence;

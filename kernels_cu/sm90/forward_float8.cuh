@@ -129,7 +129,7 @@ DEVICE void convert(const Sm90ForwardParams& p, S& s, int lane) {
       } else {
         convert_tile<kBlocksV>(s.values[to.slot], s.boxes.stored_values[from.slot]);
       }
-      ptx::fence_copies();  // orders the stores before products, and the loads before TMA fills the slot again
+      ptx::fence_async_proxy();  // orders the stores before products, and the loads before TMA fills the slot again
       target::wave_sync();
       // Consumers may write to values too, so for those every lane arrives for its own stores.
       if (!kKeys || lane == 0) ptx::mbarrier_arrive(&full[to.slot]);
@@ -152,8 +152,8 @@ DEVICE float convert_queries(SharedMemory& s, int consumer) {
   const int exponent = rows.exponent(lane);
   target::wave_sync();  // all lanes have read what they need before any row changes
   rows.convert(exponent, lane, target::kWave);
-  ptx::fence_copies();
-  ptx::barrier_sync(kCleaned + consumer, kWarpgroup);
+  ptx::fence_async_proxy();
+  ptx::barrier_sync(kSharedWritten + consumer, kWarpgroup);
   return target::float_of(static_cast<unsigned>(exponent) << 23);
 }
 

@@ -89,17 +89,18 @@ struct KeptOfTile {
 struct DroppedValues {
   static_assert(kTileK <= kWarpgroup, "a thread has one key");
 
-  bool any, own;  // whether some key of the tile is not kept; whether this thread's key is not
+  bool tile_has_dropped;  // whether some key of the tile is not kept
+  bool key_is_dropped;    // whether this thread's key is not
 
   DEVICE void load(const KeptKeyBits& keys, const KeptOfTile& tile, int first_key) {
     const int row = target::thread_index() % kWarpgroup, key = first_key + row;
-    any = tile.partial;
-    own = row < kTileK && (key >= kMostMaskedKeys || (keys.bits[key / 32] >> key % 32 & 1) == 0);
+    tile_has_dropped = tile.partial;
+    key_is_dropped = row < kTileK && (key >= kMostMaskedKeys || (keys.bits[key / 32] >> key % 32 & 1) == 0);
   }
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
-    if (!any) return;
-    if (own) clear_value(s, slot, target::thread_index() % kWarpgroup);
-    values_are_clean(consumer);
+    if (!tile_has_dropped) return;
+    if (key_is_dropped) clear_value(s, slot, target::thread_index() % kWarpgroup);
+    publish_cleared_values(consumer);
   }
 };
 

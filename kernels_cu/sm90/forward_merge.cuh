@@ -23,19 +23,19 @@ struct Partial {
   Quad softmax[32];
 };
 static_assert(C::kElements == 8 && C::kSlots == 2, "two quads of each block");
-constexpr int kWaves = kCluster * kConsumers * 4;  // consumer warps that work on an item
-// The output is merged in kParts parts of kPartBlocks blocks of 16 columns. A part has as many blocks as there are
-// registers for, together with loads that are in flight. Where there are two parts the number is even, since stores
+constexpr int kConsumerWarps = kCluster * kConsumers * 4;  // consumer warps that work on an item
+// The output is merged in kOutputParts parts of kPartBlocks blocks of 16 columns. A part has as many blocks as there
+// are registers for, together with loads that are in flight. Where there are two parts the number is even, since stores
 // take two blocks at a time.
-constexpr int kParts = kOutBlocks > 8 ? 2 : 1;
-constexpr int kPartBlocks = kParts == 1 ? kOutBlocks : round_up((kOutBlocks + 1) / 2, 2);
+constexpr int kOutputParts = kOutBlocks > 8 ? 2 : 1;
+constexpr int kPartBlocks = kOutputParts == 1 ? kOutBlocks : round_up((kOutBlocks + 1) / 2, 2);
 // kItemsAtOnce: items whose loads are in flight together. Two, if there are registers for two items and the merged
 // result, 8 for each of their blocks, beside kOtherRegisters for all else.
-constexpr int kOtherRegisters = kParts * kPartBlocks == kOutBlocks ? 40 : 64;
+constexpr int kOtherRegisters = kOutputParts * kPartBlocks == kOutBlocks ? 40 : 64;
 constexpr int kItemsAtOnce = !kBias && kConsumerRegisters >= 3 * 8 * kPartBlocks + kOtherRegisters ? 2 : 1;
 
 // Writes a lane's part of a partial result.
-DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& softmax, int lane) {
+DEVICE void write_partial(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& softmax, int lane) {
   UNROLL for (int d = 0; d < kOutBlocks; d++) {
     const auto& x = o[0][d].x;
     partial.out[2 * d][lane] = {x[0], x[1], x[2], x[3]};
@@ -45,8 +45,8 @@ DEVICE void leave(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& 
   partial.softmax[lane] = {running_max[0], running_max[1], sum[0], sum[1]};
 }
 
-// Merges the partial results of all items, which lie kWaves apart: the output, in blocks from `first` on, and the
-// running maxima and sums. sink: the head's learned sink in units of the exponent, which counts once for all items.
+// Merges the partial results of all items, which lie kConsumerWarps apart: the output, in blocks from `first` on, and
+// the running maxima and sums. sink: the head's learned sink in units of the exponent, which counts once for all items.
 DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, float sink,
                   int lane) {
   auto &running_max = all.running_max[0], &sum = all.sum[0];
@@ -57,13 +57,13 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
     UNROLL for (int n = 0; n < kItemsAtOnce; n++) {
       // Past the last item the last one is read again, with a weight of 0.
       const bool real = item + n < items;
-      const Partial& partial = partials[(real ? item + n : items - 1) * kWaves];
+      const Partial& partial = partials[(real ? item + n : items - 1) * kConsumerWarps];
       rows[n] = partial.softmax[lane];
       if (!real) rows[n] = {-target::infinity(), -target::infinity(), 0.0f, 0.0f};
       UNROLL for (int d = 0; d < 2 * kPartBlocks; d++) {
         // Past the last columns others are read in their place; what comes of them is not stored.
         const int quad = 2 * first + d;
-        const bool inside = kParts * kPartBlocks == kOutBlocks || quad < 2 * kOutBlocks;
+        const bool inside = kOutputParts * kPartBlocks == kOutBlocks || quad < 2 * kOutBlocks;
         out[n][d] = partial.out[inside ? quad : d][lane];
       }
     }
@@ -110,19 +110,19 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
 
   const int wave = rank() * kConsumers * 4 + warp;
   Partial* partials = static_cast<Partial*>(p.partials) + wave;
-  leave(partials[int64(work.item) * kWaves], o, softmax, lane);
+  write_partial(partials[int64(work.item) * kConsumerWarps], o, softmax, lane);
   // The fences order all lanes' stores before this warp's arrival, and the last arrival before all lanes' loads.
   target::fence_device();
   target::wave_sync();
   const TileSpan items = items_of(work);
   const int count = items.end - items.begin;
-  unsigned* const arrived = p.arrived + work.split_index * kWaves + wave;
+  unsigned* const arrived = p.arrived + work.split_index * kConsumerWarps + wave;
   if (!target::wave_any(lane == 0 && static_cast<int>(target::fetch_add(arrived, 1u)) == count - 1)) return;
   target::fence_device();
   if (lane == 0) *arrived = 0;  // for the next launch
-  partials += int64(items.begin) * kWaves;
+  partials += int64(items.begin) * kConsumerWarps;
 #pragma unroll 1
-  for (int part = 0; part < kParts; part++) {
+  for (int part = 0; part < kOutputParts; part++) {
     C merged[1][kPartBlocks];
     Softmax all(1.0f);
     float sink = 0.0f;

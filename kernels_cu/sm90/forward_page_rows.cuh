@@ -1,7 +1,7 @@
 // Keys and values in pages whose size is no multiple of eight rows, in Hopper's forward: lanes of the producer find
 // each row of a key tile and copy it asynchronously (cp.async).
 //
-// A warp has all rows of a tile, or one of kRowWarps equal parts. Each lane finds some rows: it loads the ids of their
+// A warp has all rows of a tile, or one of kLoadWarps equal parts. Each lane finds some rows: it loads the ids of their
 // pages, and those are in flight while the warp waits for a slot of the ring. For the copies eight lanes take a row,
 // each 16 bytes of every block of columns, so a warp copies four rows at a time. Rows past the sequence's end, and rows
 // that no query row of the tile may see, become zeros without being read: the pages of the latter may no longer belong
@@ -14,7 +14,7 @@ namespace forward {
 
 template <>
 struct KeyTileLoader<1> {
-  static constexpr int kRows = kTileK / kRowWarps;
+  static constexpr int kRows = kTileK / kLoadWarps;
   static constexpr int kFinds = round_up(kRows, target::kWave) / target::kWave;  // rows that a lane finds
   static constexpr int kLanesOfRow = 128 / 16;
   static constexpr int kAtOnce = target::kWave / kLanesOfRow;  // rows that a warp copies at a time

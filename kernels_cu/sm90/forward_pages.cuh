@@ -27,7 +27,7 @@ DEVICE int last_query(const WorkTile& work) {
 // The array of keys or of values, as the producer needs it.
 struct KeyArray {
   const ptx::TensorMap* map;
-  int next_page;  // where boxes bring whole rows: from a page to the next on the map's last axis, in heads
+  int page_stride;  // where boxes bring whole rows: from a page to the next on the map's last axis, in heads
   // The rest is for rows that are copied one by one.
   const void* data;
   const Strides& strides;
@@ -59,17 +59,17 @@ struct KeyTileLoader {
   PageTable<> table;
   VisibleRange<kPagesLimited> range;
   int length, lane;
-  int next_page;  // what the map's last axis counts for a page: heads where boxes bring whole rows, else 1
-  int page, at;   // of the lane's box: the coordinate of its page, and its first row in the page
-  int tile, box;  // box: the lane's, in its tile; tile: how many tiles after the one that is loaded next
-  int ahead = 0;  // further tiles that are found already
+  int page_stride;  // what the map's last axis counts for a page: heads where boxes bring whole rows, else 1
+  int page, at;     // of the lane's box: the coordinate of its page, and its first row in the page
+  int tile, box;    // box: the lane's, in its tile; tile: how many tiles after the one that is loaded next
+  int ahead = 0;    // further tiles that are found already
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray& array, int, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
         range(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
         lane(lane),
-        next_page(kWholeRows ? array.next_page : 1),
+        page_stride(kWholeRows ? array.page_stride : 1),
         box(lane % kBoxes) {}
 
   // Called for each key tile n before it is loaded. Every kAtOnce calls it finds the boxes of tile n and of the next
@@ -79,13 +79,13 @@ struct KeyTileLoader {
     if (--ahead >= 0) return;
     ahead = kAtOnce - 1;
     tile = lane / kBoxes;
-    page = static_cast<int>(table.page_count) * next_page;
+    page = static_cast<int>(table.page_count) * page_stride;
     at = 0;
     if (tile >= kAtOnce || n + tile >= end) return;
     const int key = key_tiles.first_key(n + tile) + box * kRows;
     if (!range.overlaps(key, kRows, length)) return;
     const int entry = table.entry(key);
-    page = static_cast<int>(table.page(entry)) * next_page;
+    page = static_cast<int>(table.page(entry)) * page_stride;
     at = key - entry * table.page_rows;
   }
 
@@ -135,7 +135,7 @@ struct RowsPastEnd {
     if (begin >= kTileK || begin % kRows == 0) return;
     const int end = begin / kRows * kRows + kRows;
     for (int row = begin + target::thread_index() % kWarpgroup; row < end; row += kWarpgroup) clear_value(s, slot, row);
-    values_are_clean(consumer);
+    publish_cleared_values(consumer);
   }
 };
 template <>

@@ -17,9 +17,9 @@
 namespace forward {
 
 // When the next work is found. Under a block mask a block begins query tiles often, and to find one it reads the order
-// of tiles and a list of key tiles from memory. So the producer draws a ticket when kTilesLeft key tiles of the current
+// of tiles and a list of key tiles from memory. So the producer takes a ticket when kTilesLeft key tiles of the current
 // work are left to load, and finds the ticket's work with the last of them. Without a mask, and where tiles are split
-// by keys, it draws the ticket once the last keys are loaded, so that work goes to the block that is done first.
+// by keys, it takes the ticket once the last keys are loaded, so that work goes to the block that is done first.
 constexpr bool kFindsEarly = kBlockMask && !kStreamK;
 constexpr int kTilesLeft = 3;
 
@@ -57,16 +57,16 @@ DEVICE StreamLine stream_line(const Sm90ForwardParams& p, const BlockOrder& orde
     return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);
   }
 }
-DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int at) {
+DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int line_position) {
   if (kUnequalTiles && p.stream_k.rows > 0) {
     const UnequalTilesLine<kClusterQ, kHeadsPerTile> line{p.forward, p.stream_k};
-    line.find(work, index, at, [&](const WorkTile& tile) {
+    line.find(work, index, line_position, [&](const WorkTile& tile) {
       const int count = key_tiles_of(p.forward, tile).count();
       return count > 0 ? count : 1;
     });
   } else {
-    index = stream_line(p, order, index).find(work, index, at);
-    ptx::read_anew();
+    index = stream_line(p, order, index).find(work, index, line_position);
+    ptx::compiler_fence();
     find(static_cast<WorkTile&>(work), p, order, index);
   }
   if (!work.exists) return;
@@ -94,12 +94,12 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   Tickets<kCluster> tickets(p.next_work, s.tickets);
   Ring<kQuerySlots> queries;
   int64 index = target::block_index() / kCluster;
-  int at = -1;  // where the ticket's next item begins in the stream-K line; negative: its first item is next
+  int line_position = -1;  // where the ticket's next item begins in the stream-K line; negative: its first item is next
   // Finds the next work, writes it to the next slot, and signals the warps that wait for it.
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
-      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p}, index, at);
+      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p}, index, line_position);
       ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[slot.slot]);
     }
   };
@@ -114,7 +114,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     // The other slot is written again only after all lanes have come here, and so have finished reading it.
     if constexpr (kProducerLanes > 1) target::wave_sync();
     slot.advance();
-    if (at < 0) tickets.spent();
+    if (line_position < 0) tickets.release_ticket();
     if (!work.exists) break;
     const auto wait_for_mask = [&] {
       // Of the slot before `slot`, which has been advanced.
@@ -152,7 +152,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     if (kQuerySlots > 1 && has_tiles(span)) ask_for_queries();
     int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
     unsigned ticket = 0;
-    const int draws_at = span.end - kTilesLeft > span.begin ? span.end - kTilesLeft : span.begin;
+    const int takes_ticket_at = span.end - kTilesLeft > span.begin ? span.end - kTilesLeft : span.begin;
 #pragma unroll 1
     for (int n = span.begin; n < span.end; n++) {
       if constexpr (kLearnsEnd) {
@@ -162,7 +162,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
           if (span.end == 1) break;
         }
       }
-      if (kFindsEarly && leads && n == draws_at) ticket = tickets.draw();
+      if (kFindsEarly && leads && n == takes_ticket_at) ticket = tickets.take();
       loader.find(key_tiles, n, span.end);
       ptx::mbarrier_wait(&barriers.keys_empty[keys.slot], keys.parity ^ 1);
       loader.load<kStoredBlocksQk>(Landing::keys(s)[keys.slot], array_k, &barriers.keys_full[keys.slot], first_key,
@@ -185,18 +185,18 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       if (has_tiles(span)) {
         load_values(before);
       } else {
-        announce_next(leads ? tickets.draw() : 0);
+        announce_next(leads ? tickets.take() : 0);
       }
       continue;
     }
-    at = next_item(work);
-    if (at >= 0) {
+    line_position = next_item(work);
+    if (line_position >= 0) {
       if (has_tiles(span)) load_values(before);
       continue;
     }
-    // Drawn no earlier, so that work goes to the block that is done first. It is early enough: the consumers are still
+    // Taken no earlier, so that work goes to the block that is done first. It is early enough: the consumers are still
     // busy with tiles that are loaded.
-    ticket = leads ? tickets.draw() : 0;
+    ticket = leads ? tickets.take() : 0;
     if (has_tiles(span)) load_values(before);
     ticket = tickets.receive(ticket);
     if constexpr (kProducerLanes > 1) {
@@ -206,7 +206,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     }
     index = int64(ticket) + target::grid_size() / kCluster;
   }
-  if (leads) tickets.leave();
+  if (leads) tickets.finish();
 }
 
 // Main loop of a further warp of the producer, which loads its part of all key tiles, or of all value tiles. It waits

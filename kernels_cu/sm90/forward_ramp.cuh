@@ -28,7 +28,7 @@ static_assert(!kRamp || !(kScaleFirst || ScoreRule::kTransforms || kFloat8), "sc
 template <class OwnTiles>
 DEVICE bool is_beyond(const OwnTiles& tiles, int n) {
   if constexpr (!kRamp || kRampSides == 1) return false;
-  return tiles.first_key(n) >= tiles.first + Rows::kOfConsumer - 1 + tiles.visible.offset;
+  return tiles.first_key(n) >= tiles.first + Rows::kQueryRowsOfConsumer - 1 + tiles.visible.offset;
 }
 template <class OwnTiles>
 DEVICE bool is_before(const OwnTiles& tiles, int n) {
@@ -79,7 +79,7 @@ struct Slopes<true> {
       ramp.keys[0][j] = {{half, half, half, 0.0f}};
       if constexpr (kRampSides == 2) ramp.keys[1][j] = {{-half, -half, -half, 0.0f}};
     }
-    ptx::fence_copies();
+    ptx::fence_async_proxy();
   }
 
   DEVICE Slopes(RampTile<true>& ramp, int index)
@@ -101,8 +101,8 @@ struct Slopes<true> {
     }
     // A warp's share of a product reads the warp's own 16 rows alone, and its earlier products are done. The barrier is
     // for what wgmma requires: the rows of all four warps are written when it is issued.
-    ptx::fence_copies();
-    ptx::barrier_sync(kCleaned + index, kWarpgroup);
+    ptx::fence_async_proxy();
+    ptx::barrier_sync(kSharedWritten + index, kWarpgroup);
   }
   template <class Scores>
   DEVICE void add(Scores& scores, bool beyond) const {

@@ -28,12 +28,12 @@ struct RandomWords : RandomTile<C, 1, kKeyBlocks> {
   }
 
  private:
-  // Generates these parts where this is called, beside products: see ptx/compute_here.cuh.
+  // Generates these parts where this is called, beside products: see ptx/pin_computation.cuh.
   template <int kBegin, int kEnd>
   DEVICE void generate_here(const DropoutRule& rule, int first_row, int first_key, int lane) {
-    ptx::compute_here(first_key);
+    ptx::pin_computation(first_key);
     generate_parts<kBegin, kEnd>(rule, first_row, first_key, lane);
-    ptx::compute_here(xor_of_words<kBegin, kEnd>());
+    ptx::pin_computation(xor_of_words<kBegin, kEnd>());
   }
 };
 

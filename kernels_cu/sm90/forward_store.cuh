@@ -85,7 +85,7 @@ DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuff
     const int row = lane % 16, chunk = (d % 4 * 2 + lane / 16) ^ row % 8;
     target::stmatrix(rows + d / 4 * (kTileRows * 128) + row * 128 + chunk * 16, pairs);
   }
-  ptx::fence_copies();
+  ptx::fence_async_proxy();
   target::wave_sync();
   const TileRow own = tile_row(warp_row);
   const int first_row = first_query(work) + own.row;
@@ -101,12 +101,12 @@ DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuff
   }
 }
 
-// Stores the output and the LSE of the warp's 16 rows. kByEngine: the output by TMA, for which there are a map and a
+// Stores the output and the LSE of the warp's 16 rows. kByTma: the output by TMA, for which there are a map and a
 // buffer.
-template <bool kByEngine>
+template <bool kByTma>
 DEVICE void store(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, const WorkTile& work,
                   const C (&o)[1][kOutBlocks], const Softmax& softmax, int head, int first_row, int lane) {
-  if constexpr (kByEngine) {
+  if constexpr (kByTma) {
     store_boxes(params, maps, s.boxes, work, o);
   } else {
     store_rows(params.forward, work, o, 0, head, first_row, lane);

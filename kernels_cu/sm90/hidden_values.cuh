@@ -9,22 +9,22 @@
 
 namespace forward {
 
-// The named barrier kCleaned + c: the threads of consumer c meet when they have written to shared memory what its next
-// product reads (zeros here, converted queries and slopes elsewhere).
-constexpr int kCleaned = 8;
+// The named barrier kSharedWritten + c: the threads of consumer c meet when they have written to shared memory what its
+// next product reads (zeros here, converted queries and slopes elsewhere).
+constexpr int kSharedWritten = 8;
 
 // Zeroes a row of the values in a slot.
 DEVICE void clear_value(SharedMemory& s, int slot, int row) {
   UNROLL for (int block = 0; block < kBlocksV; block++) {
-    unsigned char* const first = s.values[slot] + block * kNextBlock + row / 8 * kNextValues + row % 8 * 128;
+    unsigned char* const first = s.values[slot] + block * kBlockStride + row / 8 * kValueGroupStride + row % 8 * 128;
     Chunk<16>* const at = reinterpret_cast<Chunk<16>*>(first);
     UNROLL for (int n = 0; n < 8; n++) at[n] = {0, 0, 0, 0};
   }
 }
 // Makes cleared values visible to the next product of this consumer. Called by all of its threads.
-DEVICE void values_are_clean(int consumer) {
-  ptx::fence_copies();
-  ptx::barrier_sync(kCleaned + consumer, kWarpgroup);
+DEVICE void publish_cleared_values(int consumer) {
+  ptx::fence_async_proxy();
+  ptx::barrier_sync(kSharedWritten + consumer, kWarpgroup);
 }
 
 template <bool kMasked>
@@ -37,13 +37,13 @@ template <>
 struct HiddenValues<true> {
   static_assert(kTileK <= kWarpgroup, "a thread has one key");
 
-  bool any;  // whether the mask hides some key of the tile from all queries
-  bool own;  // whether this thread's key is such a one
+  bool tile_has_hidden;  // whether the mask hides some key of the tile from all queries
+  bool key_is_hidden;    // whether this thread's key is such a one
 
   // Finds such keys of tile n, while its Q K^T product runs.
   template <class Keys>
   DEVICE void load(const BlockMask& mask, int sequence, int head, const Keys& keys, int n) {
-    any = own = false;
+    tile_has_hidden = key_is_hidden = false;
     if (!keys.masked(n)) return;
     const int row = target::thread_index() % kWarpgroup;
     const unsigned short* const words =
@@ -51,16 +51,16 @@ struct HiddenValues<true> {
     const int first = keys.first_key(n) / 16;
     HalfWords<kKeyBlocks> seen;
     seen.load(words, first, mask.words);
-    any = !seen.all();
+    tile_has_hidden = !seen.all();
     // Read from global memory once more: indexing `seen` by the thread would move it to local memory.
     const int word = first + row / 16 < mask.words ? first + row / 16 : mask.words - 1;
-    own = row < kTileK && (words[word] >> row % 16 & 1) == 0;
+    key_is_hidden = row < kTileK && (words[word] >> row % 16 & 1) == 0;
   }
   // Clears the tile in a slot of the ring, once it is full.
   DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
-    if (!any) return;
-    if (own) clear_value(s, slot, target::thread_index() % kWarpgroup);
-    values_are_clean(consumer);
+    if (!tile_has_hidden) return;
+    if (key_is_hidden) clear_value(s, slot, target::thread_index() % kWarpgroup);
+    publish_cleared_values(consumer);
   }
 };
 

@@ -12,9 +12,10 @@ namespace sm90 {
 // A tile holds kTileQ query rows of each of kHeads neighbouring heads. A TileRow is the head and the query row that a
 // row of the tile is, both counted from the tile's first.
 //
-// In TileRows a tile has kRun query rows of the first head, kRun of the second, and so on, then the next kRun rows of
-// each head. The 64 rows of a consumer should be neighbours in every head. So a run is all kTileQ rows, unless a
-// consumer would then have the end of one head and the beginning of another: then it is the 16 rows that a warp owns.
+// In TileRows a tile has kRunRows query rows of the first head, kRunRows of the second, and so on, then the next
+// kRunRows rows of each head. The 64 rows of a consumer should be neighbours in every head. So a run is all kTileQ
+// rows, unless a consumer would then have the end of one head and the beginning of another: then it is the 16 rows that
+// a warp owns.
 struct TileRow {
   int head, row;
 };
@@ -22,20 +23,20 @@ template <int kTileRows, int kHeads>
 struct TileRows {
   static constexpr int kTileQ = kTileRows / kHeads;
   static constexpr bool kInterleaved = false;
-  static constexpr int kRun = kTileQ % 64 == 0 || 64 % kTileQ == 0 ? kTileQ : 16;
-  static constexpr int kRuns = kTileQ / kRun;
+  static constexpr int kRunRows = kTileQ % 64 == 0 || 64 % kTileQ == 0 ? kTileQ : 16;
+  static constexpr int kRunsOfHead = kTileQ / kRunRows;
   // Query rows of a head from the first to the last of a consumer.
-  static constexpr int kOfConsumer = kTileQ % 64 == 0 ? 64 : kRun == kTileQ ? kTileQ : 64 / kHeads;
+  static constexpr int kQueryRowsOfConsumer = kTileQ % 64 == 0 ? 64 : kRunRows == kTileQ ? kTileQ : 64 / kHeads;
   static_assert(kTileQ * kHeads == kTileRows && kTileQ % 16 == 0, "a warp's 16 rows are those of one head");
-  static_assert(kRun == kTileQ || 64 % (kRun * kHeads) == 0, "a consumer has as many rows of every head");
+  static_assert(kRunRows == kTileQ || 64 % (kRunRows * kHeads) == 0, "a consumer has as many rows of every head");
 
   DEVICE static TileRow at(int n) {
     if constexpr (kHeads == 1) {
       return {0, n};
-    } else if constexpr (kRuns == 1) {
-      return {n / kRun, n % kRun};
+    } else if constexpr (kRunsOfHead == 1) {
+      return {n / kRunRows, n % kRunRows};
     } else {
-      return {n / kRun % kHeads, n / (kRun * kHeads) * kRun + n % kRun};
+      return {n / kRunRows % kHeads, n / (kRunRows * kHeads) * kRunRows + n % kRunRows};
     }
   }
 };
@@ -46,9 +47,9 @@ template <int kTileRows, int kHeads>
 struct InterleavedRows {
   static constexpr int kTileQ = kTileRows / kHeads;
   static constexpr bool kInterleaved = true;
-  static constexpr int kReal = kTileQ * kHeads;  // rows that belong to a query
+  static constexpr int kUsedRows = kTileQ * kHeads;  // rows that belong to a query
   // The most query rows that the 64 rows of a consumer can belong to.
-  static constexpr int kOfConsumer = kTileRows == 64 ? kTileQ : 62 / kHeads + 2;
+  static constexpr int kQueryRowsOfConsumer = kTileRows == 64 ? kTileQ : 62 / kHeads + 2;
 
   DEVICE static TileRow at(int n) { return {n % kHeads, n / kHeads}; }
 };
@@ -93,21 +94,21 @@ template <int kBlocks, class Rows, int kTileRows>
 DEVICE void load_queries(unsigned char* shared, const ptx::TensorMap* map, ptx::Mbarrier* barrier, const MapRows& rows,
                          int row, int length, int head) {
   if constexpr (Rows::kInterleaved) {
-    ptx::mbarrier_arrive_expect(barrier, kBlocks * Rows::kReal * 128);
+    ptx::mbarrier_arrive_expect(barrier, kBlocks * Rows::kUsedRows * 128);
     UNROLL for (int b = 0; b < kBlocks; b++) {
       ptx::copy_tensor_5d<1>(shared + b * kTileRows * 128, map, barrier, b * kColumns, head, rows.first + row,
                              rows.outer, rows.batch);
     }
-  } else if constexpr (Rows::kRuns == 1) {
+  } else if constexpr (Rows::kRunsOfHead == 1) {
     load_rows<kBlocks, kTileRows, 1>(shared, map, barrier, rows, row, head);
   } else {
-    constexpr int kBoxBytes = kTileRows / Rows::kRuns * 128;
+    constexpr int kBoxBytes = kTileRows / Rows::kRunsOfHead * 128;
     ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileRows * 128);
 #pragma unroll 1
-    for (int n = 0; n < Rows::kRuns; n++) {
+    for (int n = 0; n < Rows::kRunsOfHead; n++) {
       // A run that begins past the sequence's end would lie wholly outside the map. It is loaded from `row` instead,
       // and its results are not stored.
-      const int own = row + n * Rows::kRun, at = rows.first + (own < length ? own : row);
+      const int own = row + n * Rows::kRunRows, at = rows.first + (own < length ? own : row);
       UNROLL for (int b = 0; b < kBlocks; b++) {
         ptx::copy_tensor_5d<1>(shared + b * kTileRows * 128 + n * kBoxBytes, map, barrier, b * kColumns, at, head,
                                rows.outer, rows.batch);

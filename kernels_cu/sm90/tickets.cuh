@@ -1,5 +1,5 @@
-// Dynamic scheduling of persistent blocks. A ticket is an index of the schedule. Blocks draw tickets one after the
-// other from a counter in global memory. In a cluster the first block draws each ticket and sends it to all of its
+// Dynamic scheduling of persistent blocks. A ticket is an index of the schedule. Blocks take tickets one after the
+// other from a counter in global memory. In a cluster the first block takes each ticket and sends it to all of its
 // blocks.
 #pragma once
 
@@ -17,7 +17,7 @@ struct TicketBox {
 
 template <int kCluster>
 struct Tickets {
-  unsigned* const counters;  // tickets drawn, blocks done; zero between launches
+  unsigned* const counters;  // tickets taken, blocks done; zero between launches
   TicketBox& box;
   unsigned parity = 0;
 
@@ -29,9 +29,9 @@ struct Tickets {
       ptx::mbarrier_init(&box.empty, kCluster);
     }
   }
-  // Draws a ticket; receive() returns it. Without a cluster the counter's answer is still in flight when this returns,
+  // Takes a ticket; receive() returns it. Without a cluster the counter's answer is still in flight when this returns,
   // and nothing waits for it before it is used.
-  DEVICE unsigned draw() const {
+  DEVICE unsigned take() const {
     if (cluster_rank<kCluster>() != 0) return 0;
     const unsigned ticket = target::fetch_increment_deferred(counters);
     if constexpr (kCluster > 1) {
@@ -52,11 +52,11 @@ struct Tickets {
   // Tells the first block that this one has used its last ticket, so that its TicketBox may be written again. Called
   // when the ticket's work has been found, not when the ticket was read, since the arrival orders no memory accesses.
   // It is also called for the first work, which needs no ticket: only then may the first ticket be sent.
-  DEVICE void spent() const {
+  DEVICE void release_ticket() const {
     if constexpr (kCluster > 1) ptx::mbarrier_arrive_at(&box.empty, 0);
   }
   // Called by each block that has run out of work. The last one resets the counters to zero for the next launch.
-  DEVICE void leave() const {
+  DEVICE void finish() const {
     if (target::fetch_add(counters + 1, 1u) == target::grid_size() - 1) {
       counters[0] = 0;
       counters[1] = 0;

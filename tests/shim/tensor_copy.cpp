@@ -229,7 +229,7 @@ unsigned load_shared(unsigned address) {
   return x;
 }
 
-void fence_copies() {
+void fence_async_proxy() {
   erase_if(unfenced, [](const Written& it) { return it.rank == rank && it.thread == running; });
 }
 
@@ -240,7 +240,7 @@ void store_tensor(const ptx::TensorMap& map, const void* pointer, const int (&co
   const size_t end = store.offset + bytes;
   for (const Written& it : unfenced) {
     if (it.rank != rank || !overlap(store.offset, end, it.offset, it.bytes)) continue;
-    fail("store_tensor: no fence_copies since thread %d wrote byte %zu", it.thread, it.offset);
+    fail("store_tensor: no fence_async_proxy since thread %d wrote byte %zu", it.thread, it.offset);
   }
   if (copies_to(rank, store.offset, end) != 0) {
     fail("store_tensor: a copy to bytes %zu to %zu of shared memory is under way", store.offset, end);

@@ -32,7 +32,7 @@ WRITE = """
     ptx::wait_stores_read();
   };
 """
-READY = "write(0); ptx::fence_copies(); target::wave_sync();"
+READY = "write(0); ptx::fence_async_proxy(); target::wave_sync();"
 
 
 def probe(builder: Builder, body: str) -> Kernel:
@@ -84,7 +84,7 @@ def test_a_store_after_another(builder: Builder) -> None:
       if (lane == 0) {{ store(0, 0); finish(); }}
       target::wave_sync();
       write(1000);
-      ptx::fence_copies();
+      ptx::fence_async_proxy();
       target::wave_sync();
       if (lane == 0) {{ store(0, 16); finish(); }}
     """
@@ -100,12 +100,12 @@ def test_a_store_after_another(builder: Builder) -> None:
 MISTAKES = {
     "no fence": (
         "write(0); target::wave_sync(); if (lane == 0) { store(0, 0); finish(); }",
-        r"store_tensor: no fence_copies since thread 128 wrote byte",
+        r"store_tensor: no fence_async_proxy since thread 128 wrote byte",
     ),
     "one thread's fence": (
-        "write(0); if (lane == 0) ptx::fence_copies(); target::wave_sync();"
+        "write(0); if (lane == 0) ptx::fence_async_proxy(); target::wave_sync();"
         "if (lane == 0) { store(0, 0); finish(); }",
-        r"store_tensor: no fence_copies since thread 129 wrote byte",
+        r"store_tensor: no fence_async_proxy since thread 129 wrote byte",
     ),
     "never committed": (
         f"{READY} if (lane == 0) {{ store(0, 0); ptx::wait_stores_read(); }}",
@@ -149,12 +149,12 @@ def test_a_box_wholly_outside(corner: tuple[int, int], builder: Builder) -> None
 RACES = {
     "written before it was read": (
         f"{READY} if (lane == 0) {{ store(0, 0); ptx::commit_stores(); }} target::wave_sync(); write(7);"
-        "if (lane == 0) ptx::wait_stores_read(); ptx::fence_copies();",
+        "if (lane == 0) ptx::wait_stores_read(); ptx::fence_async_proxy();",
         "of shared memory was written while a store still reads it",
     ),
     "stored before all have fenced": (
-        "write(0); ptx::fence_copies(); if (lane == 31) { store(0, 0); finish(); }",
-        "store_tensor: no fence_copies since thread",
+        "write(0); ptx::fence_async_proxy(); if (lane == 31) { store(0, 0); finish(); }",
+        "store_tensor: no fence_async_proxy since thread",
     ),
     "loaded before it was read": (
         f"{READY} if (lane == 0) {{ store(0, 0); ptx::commit_stores();"

@@ -86,16 +86,16 @@ struct StreamLine {
   static constexpr unsigned kHardlyLonger = 2;  // by how many key tiles at most
   DEVICE static unsigned quotient_up(unsigned x, unsigned y) { return (x + y - 1) / y; }
 
-  // Finds the item at an index. at: the unit of the line from which its piece goes on, or negative where the piece
-  // begins. Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are the
-  // item's units in it.
-  DEVICE int64 find(WorkItem& work, int64 index, int at) const {
+  // Finds the item at an index. line_position: the unit of the line from which its piece goes on, or negative where the
+  // piece begins. Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are
+  // the item's units in it.
+  DEVICE int64 find(WorkItem& work, int64 index, int line_position) const {
     work.goes_on = false;
     work.whole = true;
     if (tiles == 0 || index < whole) return index;
     const int length = tiles * units;
     const int first = static_cast<int>(clamp((index - whole) * piece, 0, length));
-    const int begin = at < 0 ? first : at;
+    const int begin = line_position < 0 ? first : line_position;
     work.split_index = begin / units;
     work.start = work.split_index * units;
     work.units = units;
@@ -117,7 +117,7 @@ struct UnequalTilesLine {
   // Finds the item at an index; arguments as of StreamLine::find(). units_of(work): units of the query tile number
   // work.tile, at least one.
   template <class UnitsOf>
-  DEVICE void find(WorkItem& work, int64 index, int at, const UnitsOf& units_of) const {
+  DEVICE void find(WorkItem& work, int64 index, int line_position, const UnitsOf& units_of) const {
     const int nheads = p.nheads_q / kHeads, each = p.batch * nheads;
     const int last = static_cast<int>((p.q_side.rows + kTileQ - 1) / kTileQ) - 1;
     int row, head;
@@ -134,7 +134,7 @@ struct UnequalTilesLine {
       work.tile = last - row;
     } else {
       const int first = static_cast<int>(index) * stream_k.piece;
-      const int begin = at < 0 ? first : at;
+      const int begin = line_position < 0 ? first : line_position;
       work.start = 0;
       for (row = 0;; row++) {
         work.tile = last - row;

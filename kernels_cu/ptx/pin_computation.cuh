@@ -8,7 +8,7 @@ namespace ptx {
 
 // x, and all that it depends on, is computed before this point. The loop ends a basic block, and ptxas moves no
 // arithmetic out of a basic block. The loop runs once, or twice for one of the 2^32 values of x.
-DEVICE void compute_here(unsigned x) {
+DEVICE void pin_computation(unsigned x) {
   asm volatile(
       "{\n"
       ".reg .pred again;\n"
@@ -24,6 +24,6 @@ DEVICE void compute_here(unsigned x) {
 }
 
 // What was stored before this point is read from memory again after it: no register keeps it in between.
-DEVICE void read_anew() { asm volatile("" ::: "memory"); }
+DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
 
 }  // namespace ptx
