@@ -110,7 +110,7 @@ class Config(Features):
 
     @property
     def arrivals(self) -> int:
-        """How waves meet for the weights: see `meet_for_weights` in kernels_cu/portable/handover.cuh."""
+        """How waves meet for the weights: see `sync_weights` in kernels_cu/portable/handover.cuh."""
         if not self.from_registers:
             return 0
         if not self.wide:
