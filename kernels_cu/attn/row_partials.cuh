@@ -40,7 +40,7 @@ struct RowPartials {
   }
 };
 
-// 4 * kFours columns of a row, merged over all partial results that have been joined.
+// 4 * kFours columns of a row, merged over all partial results so far.
 template <int kFours>
 struct MergedColumns {
   FourFloats out[kFours];
