@@ -60,7 +60,7 @@ def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengt
             f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
             "pass seqstart_k, where the sequences of k start"
         )
-    same = of_k is of_q or (seqs._joined and rows_q == rows_k)
+    same = of_k is of_q or (seqs._same_starts and rows_q == rows_k)
     k = q if same else side_of(of_k, count, rows_k)
     return Lengths(count, seqs.group, q, k, of_q.on_host and of_k.on_host)
 

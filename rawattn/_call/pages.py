@@ -172,7 +172,7 @@ class PagedLayout:
         return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size, promised)
 
 
-def told(layout: Any, name: str) -> str:
+def caller_name(layout: Any, name: str) -> str:
     """How the caller knows the integers that a layout has by this name."""
     of_table = name == "seqstart_k" and isinstance(layout, PagedLayout)
     return _INDPTR if of_table else name

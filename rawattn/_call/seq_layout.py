@@ -15,7 +15,7 @@ from rawattn._call.argument_kinds import all_by_name, checks_arguments
 from rawattn._call.given import Given, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import Lengths
-from rawattn._call.layouts_alike import Told, Values, batches, remember, what_tells
+from rawattn._call.layout_keys import LayoutKey, StartValues, batch_by_key, key_of, remember
 from rawattn._interop import dynamo
 from rawattn._interop.integers import as_array
 from rawattn._interop.xla import is_traced
@@ -134,17 +134,17 @@ class SeqLayout:
     # The given integers by name, in the form that calls read them (`integers.read_in_place`).
     _arrays: dict[str, Any] = field(init=False)
     # Whether one array was given as the starts of both sides, and nothing else. It is then as if those of k were left out.
-    _joined: bool = field(init=False)
-    # The layout's key and the values of its starts: see `layouts_alike.what_tells`.
-    _told: Told | None = field(init=False)
-    _values: Values | None = field(init=False)
+    _same_starts: bool = field(init=False)
+    # The layout's key and the values of its starts: see `layout_keys.key_of`.
+    _key: LayoutKey | None = field(init=False)
+    _start_values: StartValues | None = field(init=False)
     # `binding.bind` results by (batch, rows_q, rows_k).
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
     # Kept by `_verbs.repeats`. By name of a verb, its last call with this layout: the form of the arrays, the lengths or their
     # addresses, and the closure that repeats the call. By such a closure: what it is given for starts on the host.
     _calls: dict[Any, Any] = field(init=False)
     # The arguments of a layout that was made while torch.compile traces. It has no private attributes until it is used.
-    _kept: ClassVar[dict[str, Any] | None] = None
+    _deferred_arguments: ClassVar[dict[str, Any] | None] = None
 
     @hides_unknown
     def __init__(
@@ -167,7 +167,7 @@ class SeqLayout:
                 "SeqLayout", unknown, (*ARRAYS, "max_seqlen_q", "max_seqlen_k"), layout=True
             )
         if dynamo.is_compiling():
-            self._keep(
+            self._defer(
                 {
                     "seqstart_q": seqstart_q,
                     "seqstart_k": seqstart_k,
@@ -182,11 +182,11 @@ class SeqLayout:
             return
         # Not a loop over the six names: that takes as long as reading one array.
         arrays: dict[str, Any] = {}
-        joined = seqstart_k is seqstart_q and seqstart_q is not None
+        same_starts = seqstart_k is seqstart_q and seqstart_q is not None
         read = integers.read_in_place
         if seqstart_q is not None:
             arrays["seqstart_q"] = seqstart_q = read("seqstart_q", seqstart_q)
-        if joined:
+        if same_starts:
             arrays["seqstart_k"] = seqstart_k = seqstart_q
         elif seqstart_k is not None:
             arrays["seqstart_k"] = seqstart_k = read("seqstart_k", seqstart_k)
@@ -215,19 +215,21 @@ class SeqLayout:
         fields["_arrays"] = arrays
         fields["_bindings"] = {}
         fields["_calls"] = {}
-        fields["_joined"] = joined = joined and len(arrays) == 2 and max_seqlen_q == max_seqlen_k
-        told, values = what_tells(arrays, max_seqlen_q, max_seqlen_k, joined)
-        fields["_told"], fields["_values"] = told, values
+        fields["_same_starts"] = same_starts = (
+            same_starts and len(arrays) == 2 and max_seqlen_q == max_seqlen_k
+        )
+        key, start_values = key_of(arrays, max_seqlen_q, max_seqlen_k, same_starts)
+        fields["_key"], fields["_start_values"] = key, start_values
         # All layouts with one key have the same number of sequences and pass the same checks: neither depends on values.
-        batch = None if told is None else batches.get(told)
+        batch = None if key is None else batch_by_key.get(key)
         if batch is None:
             batch = common_batch(arrays)
             fields["_sides"] = _read_sides(arrays, max_seqlen_q, max_seqlen_k)
-            if told is not None:
-                remember(told, batch)
+            if key is not None:
+                remember(key, batch)
         fields["batch"] = batch
 
-    def _keep(self, given: dict[str, Any]) -> None:
+    def _defer(self, given: dict[str, Any]) -> None:
         """Keeps the arguments while torch.compile traces: nothing can be read or checked before the program runs."""
         batch = None
         for name, x in given.items():
@@ -238,7 +240,7 @@ class SeqLayout:
         set_attribute(self, "max_seqlen_k", given["max_seqlen_k"])
         set_attribute(self, "batch", batch)
         set_attribute(self, "group", given["seqstart_q"] is not None)
-        set_attribute(self, "_kept", given)
+        set_attribute(self, "_deferred_arguments", given)
 
     if not TYPE_CHECKING:
 
@@ -247,7 +249,7 @@ class SeqLayout:
 
             Other layouts have all of their attributes.
             """
-            given = self._kept
+            given = self._deferred_arguments
             if given is not None and dynamo.is_compiling():
                 if name == "_arrays":
                     return given
@@ -269,32 +271,32 @@ class SeqLayout:
     def _k(self) -> Given:
         return self._sides[1]
 
-    def _apart(self) -> SeqLayout:
+    def _with_separate_starts(self) -> SeqLayout:
         """A copy in which the starts of k count as an array of their own, which a plan's call may replace; only on a GPU."""
-        if not self._joined or self._values is not None:
+        if not self._same_starts or self._start_values is not None:
             return self
         found = copy.copy(self)
-        vars(found)["_joined"] = False
-        found._tell_anew()
+        vars(found)["_same_starts"] = False
+        found._refresh_key()
         return found
 
-    def _tell_anew(self) -> None:
-        """Computes the key again, after arrays or `_joined` have changed."""
-        told = what_tells(self._arrays, self.max_seqlen_q, self.max_seqlen_k, self._joined)
-        self.__dict__["_told"], self.__dict__["_values"] = told
+    def _refresh_key(self) -> None:
+        """Computes the key again, after arrays or `_same_starts` have changed."""
+        both = key_of(self._arrays, self.max_seqlen_q, self.max_seqlen_k, self._same_starts)
+        self.__dict__["_key"], self.__dict__["_start_values"] = both
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy or pickle, without what calls have kept: the copy's arrays have other addresses."""
         arrays = self._arrays  # the first access, which completes a layout made under torch.compile
         state = {**self.__dict__, "_arrays": arrays, "_bindings": {}, "_calls": {}}
-        for name in ("_sides", "_kept"):
+        for name in ("_sides", "_deferred_arguments"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The key is computed again, since the arrays may be on another GPU."""
         self.__dict__.update(state)
-        self._tell_anew()
+        self._refresh_key()
 
     @classmethod
     @checks_arguments("SeqLayout.from_lengths")

@@ -12,7 +12,7 @@ import numpy as np
 from rawattn._call.options import Options
 from rawattn._interop.arrays import import_array
 from rawattn._interop.integers import as_array
-from rawattn._runtime.option_arrays import told
+from rawattn._runtime.option_arrays import caller_names
 from rawattn._runtime.verbs import Verb
 from rawattn._strides import contiguous
 
@@ -60,7 +60,7 @@ def narrowed_options(
 
     Only captured arrays and seeds are narrowed: int64 where a float or a bool is expected is refused later, as int64.
     """
-    names = told(verb, options)[-len(arrays) :]
+    names = caller_names(verb, options)[-len(arrays) :]
     arrays = tuple(
         _narrowed(name, x) if extra.startswith(("captured", "seed")) else x
         for extra, name, x in zip(verb.extras, names, arrays, strict=True)

@@ -39,7 +39,7 @@ from rawattn._jax.arrays import (
 from rawattn._jax.derivatives import constant, first_derivatives_alone
 from rawattn._jax.record import Record, read, with_operands
 from rawattn._masks.block_mask import BlockMask
-from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
+from rawattn._runtime.option_arrays import caller_names, named_gradients, with_arrays
 from rawattn._runtime.verbs import FORWARD
 
 if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
@@ -136,7 +136,7 @@ def attention(
         )
     for n, array in enumerate(arrays, -len(arrays)):
         if type(array) is not np.ndarray and not isinstance(array, jax.Array):
-            check_numpy(told(verb, left)[n], array, "JAX and NumPy arrays")
+            check_numpy(caller_names(verb, left)[n], array, "JAX and NumPy arrays")
     if any(x.dtype == INT64 for x in arrays):
         arrays, left = narrowed_options(verb, arrays, left)
     gradients, _ = named_gradients(Gradients(), given, None)
@@ -145,7 +145,7 @@ def attention(
         gradients = tuple(name for name in gradients if name in traced)
         left = without_constants(left, traced)
     arrays = tuple(
-        constant(told(verb, left)[n], x, given.align) if f"d{name}" not in gradients else x
+        constant(caller_names(verb, left)[n], x, given.align) if f"d{name}" not in gradients else x
         for n, (name, x) in enumerate(zip(verb.extras, arrays, strict=True), -len(arrays))
     )
     named = {name: Form(x) for name, x in zip(verb.extras, arrays, strict=True)}

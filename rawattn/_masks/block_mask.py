@@ -27,11 +27,11 @@ class MaskForm(NamedTuple):
     kept: int = 0
 
 
-class Located(NamedTuple):
-    """Addresses of a mask's arrays. told: its form and the addresses modulo 16, a part of the key of a repeated call."""
+class LocatedMask(NamedTuple):
+    """Addresses of a mask's arrays. key: its form and the addresses modulo 16, a part of the key of a repeated call."""
 
     addresses: tuple[int, ...]
-    told: tuple[MaskForm, tuple[int, ...]]
+    key: tuple[MaskForm, tuple[int, ...]]
 
 
 class BlockMask:
@@ -79,7 +79,7 @@ class BlockMask:
         self.words = words
         # The arrays on other devices or as torch tensors, by framework ("torch" or "") and device.
         self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
-        self._located: dict[tuple[type, int], Located] = {}  # by the type of q, and device
+        self._located: dict[tuple[type, int], LocatedMask] = {}  # by the type of q, and device
         # What calls derive from the words, as lists of tiles; None if the words may change.
         self.memo: dict[Any, Any] | None = None if replayed else {}
         self.handle = _handles.unique()
@@ -140,13 +140,13 @@ class BlockMask:
             self._copies[key] = found
         return found
 
-    def located(self, q: Any, device: int, address: Callable[[Any], int]) -> Located:
+    def located(self, q: Any, device: int, address: Callable[[Any], int]) -> LocatedMask:
         """The addresses of `beside(q)`, cached for q's type and device. address: gives that of an array of q's framework."""
         found = self._located.get((type(q), device))
         if found is None:
             addresses = tuple(map(address, self.beside(q)))
             alignments = tuple(each % 16 for each in addresses)
-            found = self._located[type(q), device] = Located(addresses, (self.form, alignments))
+            found = self._located[type(q), device] = LocatedMask(addresses, (self.form, alignments))
         return found
 
     def _moved(self, device: int) -> tuple[Any, ...]:

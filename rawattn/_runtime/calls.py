@@ -19,7 +19,7 @@ from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._kernels.operands import Operands
-from rawattn._runtime.option_arrays import told_with_results
+from rawattn._runtime.option_arrays import caller_names_with_outputs
 from rawattn._runtime.verbs import Verb
 from rawattn._scores.program import ScoreText
 from rawattn._strides import contiguous, walked
@@ -82,7 +82,7 @@ def prepare(
     """
     named = dict(zip(verb.inputs + verb.outputs, views, strict=True))
     described, lengths, results = describe(verb, named, options, flag, framework)
-    shown_names = told_with_results(verb, options)
+    shown_names = caller_names_with_outputs(verb, options)
     for shown, view in zip(shown_names, views, strict=True):
         if view is not None and view.device != device:
             raise ValueError(elsewhere(shown, view.device, device, verb.lead))
@@ -163,8 +163,8 @@ def launches(
         if isinstance(text, ScoreText) and text.language == "cuda":
             from rawattn._scores.cuda_text import compile_error_message
 
-            if told := compile_error_message(error.log, text):
-                raise TextError(f"{told}\n{error}", error.log) from error
+            if message := compile_error_message(error.log, text):
+                raise TextError(f"{message}\n{error}", error.log) from error
         raise
 
 
@@ -182,7 +182,9 @@ def describe(
         target = named[name]
         if target is None or result is None:
             continue
-        shown = dict(zip(verb.inputs + verb.outputs, told_with_results(verb, options), strict=True))
+        shown = dict(
+            zip(verb.inputs + verb.outputs, caller_names_with_outputs(verb, options), strict=True)
+        )
         others = [(each, named[x]) for x, each in shown.items() if x != name]
         shape, dtype = result
         like = shown[name.removeprefix("d")] if name.startswith("d") else "q"
@@ -206,7 +208,7 @@ def refuse_gradients(
     That is so for a tensor that requires a gradient if it is an array to write, or an input of a verb with
     `refuses_gradients`; and for any input with a forward-mode tangent.
     """
-    names = told_with_results(verb, options)
+    names = caller_names_with_outputs(verb, options)
     count = len(inputs)
     if verb.refuses_gradients:
         arrays.refuse_gradients(names[:count], inputs)

@@ -20,7 +20,7 @@ from rawattn._interop.written import tell_written
 from rawattn._runtime import on_cpu, on_gpu
 from rawattn._runtime.calls import describe, elsewhere, refuse_gradients
 from rawattn._runtime.devices import gpu_available
-from rawattn._runtime.option_arrays import told_with_results
+from rawattn._runtime.option_arrays import caller_names_with_outputs
 from rawattn._runtime.verbs import Verb
 
 Arrays = Sequence[Any]
@@ -141,7 +141,7 @@ def _views(
 ) -> tuple[list[Any], int]:
     """Views of the arrays, which may be of several frameworks, and their common device."""
     given: list[Imported | None] = []
-    shown_names = told_with_results(verb, options)
+    shown_names = caller_names_with_outputs(verb, options)
     for shown, (name, x) in zip(shown_names, verb.named(inputs, targets), strict=True):
         output = name in verb.outputs
         if x is None and (output or name in verb.optional):

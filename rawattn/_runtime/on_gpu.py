@@ -19,7 +19,7 @@ from rawattn._interop.native import Memory, Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime import graphs
 from rawattn._runtime.calls import Call, check_written, prepare
-from rawattn._runtime.option_arrays import told_with_results
+from rawattn._runtime.option_arrays import caller_names_with_outputs
 from rawattn._runtime.verbs import Verb
 
 if TYPE_CHECKING:
@@ -137,17 +137,17 @@ def repeated(
     flag: bool,
     framework: str,
     returned: Callable[[Sequence[Any]], Any],
-    masked: bool = False,
-    told: bool = False,
+    takes_mask_memo: bool = False,
+    layout_in_key: bool = False,
 ) -> Repeat | None:
     """A function that repeats a call which `run` has made, on arrays and sequences of the same form; None if there is none.
 
     The call may not have numbers for kernels among its options. returned: makes the caller's result of the outputs.
 
-    masked: the function is given the memo of a mask, not lengths.
-    told: the function is given a pair, not lengths: the integers' slots behind the arrays' addresses, and the last argument of
-    the launches. With lengths on the GPU the pair is their addresses and None. With starts on the host, the function's
-    attribute `of_starts` makes the pair of their layout.
+    takes_mask_memo: the function is given the memo of a mask, not lengths.
+    layout_in_key: the function is given a pair, not lengths: the integers' slots behind the arrays' addresses, and the last
+    argument of the launches. With lengths on the GPU the pair is their addresses and None. With starts on the host, the
+    function's attribute `of_starts` makes the pair of their layout.
     """
     read = own.read((*inputs, *targets), verb.required)
     assert read is not None
@@ -173,9 +173,9 @@ def repeated(
     launch: Callable[..., None] = call.prepared.run
     dense: Lengths | None = call.lengths
     of_starts: Callable[[Any], Any] | None = None
-    if masked:
+    if takes_mask_memo:
         launch, dense = _launch_with_mask(call.prepared), None
-    elif told:
+    elif layout_in_key:
         assert lengths is not None
         if lengths.on_host:
             rows_q, rows_k = lengths.q.rows, lengths.k.rows
@@ -192,7 +192,7 @@ def repeated(
             result = make_one()
             addresses.append(address_of(result))
             addresses += behind
-            if told:
+            if layout_in_key:
                 integers, with_it = with_it
                 addresses += integers
             launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
@@ -219,7 +219,7 @@ def repeated(
             results.append(result)
             addresses.append(address_of(result))
         addresses += behind
-        if told:
+        if layout_in_key:
             integers, with_it = with_it
             addresses += integers
         launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
@@ -314,7 +314,7 @@ def _prepare_natives(
     flag: bool,
     framework: str,
 ) -> Call:
-    named = zip(told_with_results(verb, options), (*inputs, *targets), strict=True)
+    named = zip(caller_names_with_outputs(verb, options), (*inputs, *targets), strict=True)
     views = [None if x is None else _view(name, own, x) for name, x in named]
     pointers = together(verb, read[0])
     found = alignments(verb, read[0])
@@ -363,7 +363,7 @@ def _check_reach(
         low, high = spans[n]
         for m, (other_low, other_high) in enumerate(spans):
             if m != n and low < other_high and other_low < high:
-                shown = told_with_results(verb, options)
+                shown = caller_names_with_outputs(verb, options)
                 others = [
                     (name, own.view(x))
                     for other, (name, x) in enumerate(zip(shown, (*inputs, *targets), strict=True))

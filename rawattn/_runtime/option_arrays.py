@@ -170,8 +170,8 @@ def extended(
     )
 
 
-def told_with_results(verb: Verb, options: Options) -> tuple[str, ...]:
-    """`told`, then the outputs as the caller knows them. Gradients of captured arrays are entries of ``into.captured``."""
+def caller_names_with_outputs(verb: Verb, options: Options) -> tuple[str, ...]:
+    """`caller_names`, then the names of the outputs. Gradients of captured arrays are entries of ``into.captured``."""
     names: tuple[str, ...] = ()
     if options.score_mod is not None and verb.gradients:
         names = tuple(name for name, *_ in options.score_mod[0].arrays)
@@ -181,10 +181,10 @@ def told_with_results(verb: Verb, options: Options) -> tuple[str, ...]:
         else name
         for name in verb.outputs
     )
-    return (*told(verb, options), *(f"{verb.prefix}{name}" for name in results))
+    return (*caller_names(verb, options), *(f"{verb.prefix}{name}" for name in results))
 
 
-def told(verb: Verb, options: Options) -> tuple[str, ...]:
+def caller_names(verb: Verb, options: Options) -> tuple[str, ...]:
     """The names by which the caller knows the inputs.
 
     Those of a BlockMask's arrays are "mask", those of captured arrays are the names in the ScoreMod, and those of angles are

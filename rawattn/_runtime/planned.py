@@ -18,7 +18,7 @@ from rawattn._interop.native import Native, Read
 from rawattn._interop.written import tell_written
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written
-from rawattn._runtime.option_arrays import told, told_with_results
+from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
 from rawattn._runtime.planned_repeats import Planned, Repeat, by_names, by_position
 from rawattn._runtime.verbs import Verb
 
@@ -65,7 +65,7 @@ class GpuPlan:
         verb, own, device, inputs = self._verb, self._own, self._device, self._inputs
         call, lengths = self._find(read, inputs, targets)
         if call.copies is not None:
-            names = told(verb, self._options)
+            names = caller_names(verb, self._options)
             name = next(n for n, copy in zip(names, call.copies, strict=True) if copy)
             others = ", or arrays beside it have other strides" if verb.alike else ""
             raise ValueError(
@@ -126,7 +126,7 @@ class GpuPlan:
             raise self._refused(args)
         addresses, _, tracked = read
         if tracked and self._verb.refuses_gradients:
-            arrays.refuse_gradients(told(self._verb, self._options), args)
+            arrays.refuse_gradients(caller_names(self._verb, self._options), args)
         planned = self._planned
         if not planned.are_apart(addresses):
             named = zip(self._verb.inputs, args, strict=True)
@@ -202,7 +202,7 @@ class GpuPlan:
         forms = [(x.shape, x.dtype, x.strides) for x in (array, planned)]
         if isinstance(array, np.ndarray) or forms[0] != forms[1]:
             raise ValueError(
-                f"{pages.told(seqs, name)}: got {array.dtype} of shape {array.shape}, expected {planned.dtype} of shape "
+                f"{pages.caller_name(seqs, name)}: got {array.dtype} of shape {array.shape}, expected {planned.dtype} of shape "
                 f"{planned.shape} on the GPU, as it was planned"
             )
         for index in self._integers_of(name):
@@ -221,7 +221,7 @@ class GpuPlan:
         self, args: Sequence[Any], results: Sequence[Any], addresses: Sequence[int]
     ) -> None:
         verb, own = self._verb, self._own
-        names = told_with_results(verb, self._options)
+        names = caller_names_with_outputs(verb, self._options)
         inputs = [(n, own.view(x)) for n, x in zip(names, args, strict=False) if x is not None]
         shown_results = names[len(verb.inputs) :]
         for shown, result, planned in zip(shown_results, results, self._results, strict=True):
@@ -249,7 +249,7 @@ class GpuPlan:
     def _refused(self, args: Sequence[Any]) -> Exception:
         """The error for inputs that are not like those of planning time."""
         own = self._own
-        names = told(self._verb, self._options)
+        names = caller_names(self._verb, self._options)
         for name, x, planned in zip(names, args, self._inputs, strict=True):
             if (x is None) != (planned is None):
                 return ValueError(

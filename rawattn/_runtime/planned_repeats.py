@@ -17,7 +17,7 @@ from rawattn._interop import arrays
 from rawattn._interop.native import Native, Read
 from rawattn._interop.written import tell_written, teller
 from rawattn._runtime import on_gpu
-from rawattn._runtime.option_arrays import told
+from rawattn._runtime.option_arrays import caller_names
 from rawattn._runtime.prepared import Own
 from rawattn._runtime.verbs import Verb
 
@@ -87,7 +87,7 @@ def by_position(planned: Planned) -> Repeat:
     known_calls = _known_calls(planned)
     launches, result = planned.memory.launches, planned.returned(planned.results)
     streams, stream_of, current_device = planned.streams, own.stream, own.current_device
-    names = told(verb, planned.options)
+    names = caller_names(verb, planned.options)
     tell, changed = teller(*planned.results), planned.changed
     checked = bool(planned.pairs or planned.alignments or verb.extras)
 

@@ -229,7 +229,7 @@ class Prepared:
         )
 
         def given(seqs: SeqLayout) -> tuple[list[Any], Launches]:
-            q, k = seqs._values  # type: ignore[misc]  # layouts with only starts on the host have values
+            q, k = seqs._start_values  # type: ignore[misc]  # layouts with only starts on the host have values
             blocks = known.get((q[0], k[0])) or self._blocks_of(bound(seqs))
             return integers_of(seqs), list(zip(launches, blocks))  # noqa: B905
 

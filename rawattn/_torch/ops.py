@@ -79,7 +79,7 @@ def layout_of(seqs: SeqLayout | None) -> Layout:
     """The arrays of `seqs` as tensors. Runs while torch traces."""
     if seqs is None:
         return Layout()
-    given = seqs._kept
+    given = seqs._deferred_arguments
     if given is not None:  # made in the compiled function
         return Layout(**{name: _tensor(name, x) for name, x in given.items()})
     # Read from `_arrays`: the public attributes may make a CuPy array, which torch would trace.

@@ -43,12 +43,12 @@ class AppendPlan(Plan):
             return super().__call__(*args)
         return super().__call__(*args, *self._inputs[len(args) :])
 
-    def _written(self, out: Any, into: Any) -> Sequence[Any]:
+    def _outputs_to_write(self, out: Any, into: Any) -> Sequence[Any]:
         if out is not None and not self._verb.outputs:
             raise TypeError(
                 "out: got an array, but this plan has no q, of which alone there are results; leave it out, or plan with q="
             )
-        return super()._written(out, into)
+        return super()._outputs_to_write(out, into)
 
     def _check_table(self, named: Mapping[str, Any]) -> None:
         k, k_pages, v_pages, table = (

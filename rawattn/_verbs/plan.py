@@ -22,7 +22,7 @@ from rawattn._interop.native import native
 from rawattn._jax import eager
 from rawattn._runtime import dispatch
 from rawattn._runtime.calls import refuse_gradients
-from rawattn._runtime.option_arrays import named_gradients, told, with_arrays
+from rawattn._runtime.option_arrays import caller_names, named_gradients, with_arrays
 from rawattn._runtime.planned import GpuPlan
 from rawattn._runtime.planned_repeats import UNLIKE, Repeat
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
@@ -103,7 +103,7 @@ class Plan:
             result = self._repeat(args)
             return self._call(*args) if result is UNLIKE else result
         if "into" in named:
-            key, given = self._told(args, named)
+            key, given = self._call_key(args, named)
         else:
             key, given = (len(args), *named), (*args, *named.values())
         repeat = self._repeats.get(key)
@@ -113,19 +113,19 @@ class Plan:
                 return result
         result = self._call(*args, **named)
         if repeat is None:
-            self._learn(key, given)
+            self._remember_call(key, given)
         return result
 
-    def _told(
+    def _call_key(
         self, args: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The key of a call with ``into=`` in `_repeats`, and its arrays in that order, gradients to write last."""
-        written = self._written(None, named["into"])
+        written = self._outputs_to_write(None, named["into"])
         others = {name: x for name, x in named.items() if name != "into"}
         given = tuple(n for n, x in enumerate(written) if x is not None)
         return (len(args), *others, given), (*args, *others.values(), *[written[n] for n in given])
 
-    def _learn(self, key: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+    def _remember_call(self, key: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         """Keeps a fast path for calls like one that has been made, if there is one."""
         if self._gpu is None:
             return
@@ -147,7 +147,7 @@ class Plan:
             named["out"], out = out, None
         written = None
         if out is not None or into is not None:
-            written = self._written(out, into)
+            written = self._outputs_to_write(out, into)
         inputs, integers = self._arguments.complete(args, named)
         if self._gpu is not None:
             return self._gpu(inputs, written, integers)
@@ -157,7 +157,7 @@ class Plan:
                 "change the planned ones in place"
             )
         for name, array, planned in zip(
-            told(self._verb, self._options), inputs, self._inputs, strict=True
+            caller_names(self._verb, self._options), inputs, self._inputs, strict=True
         ):
             check_form(name, array, planned)
         self._check_values(inputs)
@@ -191,7 +191,7 @@ class Plan:
             q, k_pages, v_pages = (named[name] for name in PAGED.inputs[:3])
             check_pages(q, k_pages, v_pages, table, layout, limits_of(self._options))
 
-    def _written(self, out: Any, into: Any) -> Sequence[Any]:
+    def _outputs_to_write(self, out: Any, into: Any) -> Sequence[Any]:
         """The caller's array for each output of the verb, None for those that are not given."""
         forward = self._verb.name != BACKWARD.name
         if (into if forward else out) is not None:
@@ -273,7 +273,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
         return AppendPlan(**named)
     known = Options(**{name: named[name] for name in Options._fields if name in named})
     if isinstance(known.seqs, SeqLayout):
-        known = known._replace(seqs=known.seqs._apart())
+        known = known._replace(seqs=known.seqs._with_separate_starts())
     backend = _options.backend(named["backend"])
     names: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()

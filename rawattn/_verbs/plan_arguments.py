@@ -12,7 +12,7 @@ from rawattn._call import pages
 from rawattn._call.options import shown
 from rawattn._interop.integers import import_integers
 from rawattn._masks.block_mask import BlockMask
-from rawattn._runtime.option_arrays import told
+from rawattn._runtime.option_arrays import caller_names
 from rawattn._runtime.verbs import Verb
 
 # Arguments of a layout that a plan's call may give again.
@@ -39,10 +39,10 @@ class Arguments:
     def __init__(self, verb: Verb, inputs: Sequence[Any], options: Any, table: Any = None) -> None:
         self._verb, self._inputs, self._options = verb, tuple(inputs), options
         self._table = table
-        self._told = told(verb, options)
+        self._caller_names = caller_names(verb, options)
         # Indices of inputs, by the verb's names and by the names that the caller knows.
         self._indices = {x: n for n, x in enumerate(verb.inputs)}
-        for n, name in enumerate(self._told):
+        for n, name in enumerate(self._caller_names):
             self._indices.setdefault(name, n)
 
     def complete(self, args: Sequence[Any], named: Mapping[str, Any]) -> Complete:
@@ -79,7 +79,7 @@ class Arguments:
         return [*range(count), *(self._indices.get(name, name) for name in names)]
 
     def _names(self) -> str:
-        return ", ".join(dict.fromkeys(name.partition("[")[0] for name in self._told))
+        return ", ".join(dict.fromkeys(name.partition("[")[0] for name in self._caller_names))
 
     def _put_mask(self, inputs: list[Any], index: int, mask: Any) -> None:
         planned = self._options.mask
@@ -94,17 +94,17 @@ class Arguments:
         planned = getattr(self._options.seqs, name, None)
         if planned is None:
             raise ValueError(f"{name}: the call was not planned with {name}")
-        told_as = pages.told(self._options.seqs, name)
-        given = import_integers(told_as, value)
+        shown_name = pages.caller_name(self._options.seqs, name)
+        given = import_integers(shown_name, value)
         if not isinstance(planned, np.ndarray):
             integers[name] = given
         elif not isinstance(given, np.ndarray):
             raise ValueError(
-                f"{told_as}: got an array on a GPU, but the call was planned with it on the host, whose values stay those "
+                f"{shown_name}: got an array on a GPU, but the call was planned with it on the host, whose values stay those "
                 "of planning time"
             )
         elif not np.array_equal(given, planned):
-            raise _changed(told_as)
+            raise _changed(shown_name)
 
     def _read_table(self, inputs: list[Any], integers: dict[str, Any]) -> None:
         at = self._indices["block_table"]

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
-from rawattn._call.layouts_alike import addresses_of, bounds_of
+from rawattn._call.layout_keys import addresses_of, bounds_of
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import token
 from rawattn._forgetting import make_room
@@ -143,23 +143,26 @@ def repeating(
                 else:
                     try:
                         if seqs is not None:
-                            told = seqs._told
-                            if told is None:
+                            layout_key = seqs._key
+                            if layout_key is None:
                                 lengths = _bound(verb, seqs, form)
-                                told = token(lengths)
-                            elif seqs._values is None:
+                                layout_key = token(lengths)
+                            elif seqs._start_values is None:
                                 lengths = addresses_of(seqs._arrays), None
                             else:
                                 # `form` has shape, strides, dtype and device of each array; k follows q.
                                 at, starts = 4 * verb.q, seqs
                                 rows_q, rows_k = form[at][-3], form[at + 4][-3]
-                                told = told, bounds_of(seqs._values, seqs._arrays, rows_q, rows_k)
-                            spelled = spelled, told
+                                layout_key = (
+                                    layout_key,
+                                    bounds_of(seqs._start_values, seqs._arrays, rows_q, rows_k),
+                                )
+                            spelled = spelled, layout_key
                         key = form if spelled is None else (form, spelled)
                         if mask is not None:
                             q = args[verb.q]
                             located = mask.located(q, form[4 * verb.q + 3], natives[kind].address)
-                            key = (form, spelled, located.told)
+                            key = (form, spelled, located.key)
                         repeat = known[name].get(key)
                         if starts is not None and repeat is not None:
                             lengths = _of_starts(starts, repeat)
@@ -222,8 +225,8 @@ def repeating(
                     repeat = eager.repeated(asked.options, asked.flag)
                 else:
                     masked = mask is not None
-                    told = getattr(options.get("seqs"), "_told", None) is not None
-                    repeat = on_gpu.repeated(own, *call, framework, returned, masked, told)
+                    keyed = getattr(options.get("seqs"), "_key", None) is not None
+                    repeat = on_gpu.repeated(own, *call, framework, returned, masked, keyed)
                 if repeat is not None:
                     remember(known[name], key, repeat)
             return returned(results)

@@ -92,10 +92,10 @@ def test_layouts_that_are_told_apart(put: Put) -> None:
         SeqLayout(seqstart_q=put(np.array([0, 5, 20]))),
         SeqLayout(seqstart_q=put(np.array([0, 5, 9, 20], np.int32))),
     ]
-    assert len({layout._told for layout in told}) == len(told)
-    assert SeqLayout(seqstart_q=starts, seqlen_q=[3, 4])._told is None
-    assert SeqLayout(seqstart_q=[0, 5, 20], seqlen_k=[3, 4])._told is None
-    assert SeqLayout()._told is None
+    assert len({layout._key for layout in told}) == len(told)
+    assert SeqLayout(seqstart_q=starts, seqlen_q=[3, 4])._key is None
+    assert SeqLayout(seqstart_q=[0, 5, 20], seqlen_k=[3, 4])._key is None
+    assert SeqLayout()._key is None
 
 
 def test_what_is_wrong_is_told_of_each(put: Put) -> None:
@@ -139,15 +139,15 @@ def test_a_layout_that_is_unpickled_elsewhere(put: Put) -> None:
     moved.data = SimpleNamespace(ptr=moved.data.ptr, device_id=1)
     other = SeqLayout.__new__(SeqLayout)
     other.__setstate__({**state, "_arrays": {"seqstart_q": moved}})
-    assert other._told != seqs._told
-    assert other._told == SeqLayout(seqstart_q=moved)._told
+    assert other._key != seqs._key
+    assert other._key == SeqLayout(seqstart_q=moved)._key
 
 
 def test_plans_leave_starts_of_the_host_joined() -> None:
     """No call of a plan replaces those."""
     starts = np.array([0, 5, 20])
     joined = SeqLayout(seqstart_q=starts, seqstart_k=starts)
-    assert joined._apart() is joined
+    assert joined._with_separate_starts() is joined
 
 
 def test_a_plan_may_replace_the_starts_of_one_side(put: Put) -> None:
@@ -164,7 +164,7 @@ def test_a_plan_may_replace_the_starts_of_one_side(put: Put) -> None:
             verify(made(*given, seqstart_k=others), qkv, seqs=wanted)
             wanted = SeqLayout(seqstart_q=second, seqstart_k=first)
             verify(made(*given, seqstart_q=others), qkv, seqs=wanted)
-    assert seqs._joined
+    assert seqs._same_starts
 
 
 @pytest.mark.parametrize(

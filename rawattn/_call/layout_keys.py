@@ -14,26 +14,26 @@ from rawattn._call import integers
 from rawattn._call.layout import bound_of
 from rawattn._forgetting import make_room
 
-Told = tuple[Any, ...]  # the key of a layout
+LayoutKey = tuple[Any, ...]  # the key of a layout
 # The values of starts on the host, summed up: the longest sequence, the first start and the last one.
 Starts = tuple[int, int, int]
 # Those of q and of k; one object if both sides have the same starts.
-Values = tuple[Starts, Starts]
+StartValues = tuple[Starts, Starts]
 
 # By the key of a layout: its number of sequences. A key that is here has passed all checks of the constructor.
-batches: dict[Told, int | None] = {}
-_MAX_TOLD = 4096  # entries of `batches`
+batch_by_key: dict[LayoutKey, int | None] = {}
+_MAX_KEYS = 4096  # entries of `batch_by_key`
 
 
-def what_tells(
-    arrays: Mapping[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None, joined: bool
-) -> tuple[Told | None, Values | None]:
-    """The key of a layout, which has no addresses and no values, and the `Values` if it has only starts, all on the host.
+def key_of(
+    arrays: Mapping[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None, same_starts: bool
+) -> tuple[LayoutKey | None, StartValues | None]:
+    """The key of a layout, which has no addresses and no values, and the `StartValues` if it has only starts, all on the host.
 
     Both are None for a layout without integers, and for one that needs a full look: host integers beside those on a GPU or
     other than starts, starts with a sequence above its maximum, and JAX tracers.
     """
-    told: Told = max_seqlen_q, max_seqlen_k, joined
+    key: LayoutKey = max_seqlen_q, max_seqlen_k, same_starts
     start = arrays.get("seqstart_q")
     if type(start) is np.ndarray:
         start_k = arrays.get("seqstart_k", start)
@@ -46,20 +46,20 @@ def what_tells(
             max_seqlen_k is not None and max_seqlen_k < k[0]
         ):
             return None, None
-        return (*told, start.size, start_k.size, len(arrays)), (q, k)
+        return (*key, start.size, start_k.size, len(arrays)), (q, k)
     for name, x in arrays.items():
         if type(x) is np.ndarray:
             return None, None
         device = getattr(getattr(x, "data", None), "device_id", None)
         if device is None:  # a JAX tracer
             return None, None
-        told += name, x.size, x.dtype, device
-    return told if arrays else None, None
+        key += name, x.size, x.dtype, device
+    return key if arrays else None, None
 
 
-def remember(told: Told, batch: int | None) -> None:
-    make_room(batches, _MAX_TOLD)
-    batches[told] = batch
+def remember(key: LayoutKey, batch: int | None) -> None:
+    make_room(batch_by_key, _MAX_KEYS)
+    batch_by_key[key] = batch
 
 
 def addresses_of(arrays: Mapping[str, Any]) -> list[int]:
@@ -82,13 +82,13 @@ def addresses_of(arrays: Mapping[str, Any]) -> list[int]:
 
 
 def bounds_of(
-    values: Values, arrays: Mapping[str, Any], rows_q: int, rows_k: int
+    start_values: StartValues, arrays: Mapping[str, Any], rows_q: int, rows_k: int
 ) -> tuple[int, bool, int, bool] | None:
     """The part of starts' values that decides the launches of a call on arrays with so many rows.
 
     For q, then for k: `bound_of` the longest sequence, and whether there is padding. None if the starts do not fit the rows.
     """
-    q, k = values
+    q, k = start_values
     longest, first, last = q
     if last > rows_q:
         return None
