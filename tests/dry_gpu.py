@@ -155,7 +155,7 @@ def stand_in_for_the_gpu() -> None:
     _set(kernel, load=_load, target=lambda device: target)
     compiler.device_arch = lambda device: ARCH
     _set(streams, wait=nothing, order=nothing)
-    arrays = native.native("cupy")
+    arrays = native.native_of("cupy")
     assert arrays is not None
     _set(
         type(arrays),

@@ -98,7 +98,7 @@ def test_tensors_of_torch_that_are_read_by_their_attributes(
         stream=lambda device: stream,
         is_cupys=lambda stream, device: (stream, device) == (7, 3),
     )
-    monkeypatch.setattr(integers, "native", lambda framework: own)
+    monkeypatch.setattr(integers, "native_of", lambda framework: own)
     monkeypatch.setattr(integers.dlpack, "device_array", lambda *form: form)
     tensor = object()
     found = integers.of_torch(tensor)

@@ -17,7 +17,7 @@ from rawattn._jax import eager
 from rawattn._kernels.selection import only
 from rawattn._runtime import dispatch
 from rawattn._runtime.verbs import Verb
-from rawattn._verbs import repeats
+from rawattn._verbs import fast_path
 from tests import jax_calls
 
 pytestmark = pytest.mark.frameworks
@@ -41,7 +41,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(dispatch, "run", spy)
     monkeypatch.setattr(eager, "attention", spy_on_programs)
     monkeypatch.setattr(eager, "_are_on_gpus", lambda array: True)
-    monkeypatch.setitem(repeats.known, "attention", {})
+    monkeypatch.setitem(fast_path.closures_by_call, "attention", {})
     yield found
     eager._programs.clear()
 

@@ -153,7 +153,7 @@ def test_default_streams_of_threads_have_their_own(gpu: Gpu) -> None:
     thread.join()
     assert found == [1, 0, 1, 0]
     (call,) = {prepared for prepared, _ in mask.memo or {}}
-    assert len(call.beside.counters) in (0, 2)
+    assert len(call.run_memory.counters) in (0, 2)
 
 
 def test_a_graph_makes_its_own(gpu: Gpu) -> None:

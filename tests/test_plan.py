@@ -14,7 +14,7 @@ import pytest
 import rawattn
 from rawattn import Gradients, SeqLayout, attention, attention_backward, plan
 from rawattn._interop.native import View
-from rawattn._runtime import planned, planned_repeats
+from rawattn._runtime import plan_fast_path, planned
 from rawattn._verbs import plan as verbs_plan
 
 RNG = np.random.default_rng(0)
@@ -143,8 +143,8 @@ class Machine:
         self.launched: list[list[int]] = []
         cupy = SimpleNamespace(cuda=SimpleNamespace(Device=self._switched))
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(verbs_plan, "native", lambda framework: self)
-        monkeypatch.setattr(planned.on_gpu, "find", self._find)
+        monkeypatch.setattr(verbs_plan, "native_of", lambda framework: self)
+        monkeypatch.setattr(planned.on_gpu, "prepare_checked", self._find)
         monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
 
     @contextlib.contextmanager
@@ -158,9 +158,9 @@ class Machine:
         results = tuple((inputs[verb.q].shape, inputs[verb.q].dtype) for _ in verb.outputs)
         launches = [(self._launch, 1)]
         memory = SimpleNamespace(
-            run=self._run, tail=[], launches=launches, launches_keeping=lambda _: launches
+            run=self._run, tail=[], launches=launches, launches_leaving_padding=lambda _: launches
         )
-        prepared = SimpleNamespace(steps=(), own=lambda *_: memory)
+        prepared = SimpleNamespace(steps=(), plan_memory=lambda *_: memory)
         return SimpleNamespace(copies=None, results=results, prepared=prepared), None
 
     def _run(self, addresses: list[int], stream: int, integers: Any, theirs: Any) -> None:
@@ -354,8 +354,8 @@ def test_named_gradients_take_the_short_way(
 def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     told: list[Any] = []
-    monkeypatch.setattr(planned_repeats, "teller", lambda *x: lambda: told.extend(x))
-    for module in (planned, planned_repeats):
+    monkeypatch.setattr(plan_fast_path, "teller", lambda *x: lambda: told.extend(x))
+    for module in (planned, plan_fast_path):
         monkeypatch.setattr(module, "tell_written", lambda *x: told.extend(x))
     q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
     made = plan(attention, q, k, v)
@@ -373,7 +373,7 @@ def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_that_a_plan_writes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     told: list[Any] = []
-    monkeypatch.setattr(planned_repeats, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(plan_fast_path, "tell_written", lambda *x: told.extend(x))
     monkeypatch.setattr(planned.on_gpu, "pairs", lambda *_: ())
     k, k_pages, v_pages = aligned((1, 1, 2, 8)), aligned((2, 4, 2, 8)), aligned((2, 4, 2, 8))
     table = np.zeros((1, 1), np.int32)

@@ -20,7 +20,7 @@ from rawattn._kernels.selection import only
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import describe
 from rawattn._runtime.verbs import Verb
-from rawattn._verbs import repeats
+from rawattn._verbs import fast_path
 from tests import tiles
 
 SHAPE = (1, 4, 2, 8)
@@ -118,8 +118,8 @@ class Framework(_Reading):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
     found = Framework()
-    monkeypatch.setattr(repeats, "native", lambda framework: found)
-    monkeypatch.setattr(repeats.dispatch, "run", found.run)
+    monkeypatch.setattr(fast_path, "native_of", lambda framework: found)
+    monkeypatch.setattr(fast_path.dispatch, "run", found.run)
     monkeypatch.setattr(on_gpu, "prepare", found.prepare)
     with tiles.nothing_prepared():
         yield found
@@ -235,7 +235,7 @@ def test_a_gradient_is_not_lost_in_a_repeated_call(
 ) -> None:
     known(gpu, lambda: rawattn.attention(*arrays()))
     refused: list[Any] = []
-    monkeypatch.setattr(repeats, "refuse_gradients", lambda names, x: refused.append(list(names)))
+    monkeypatch.setattr(fast_path, "refuse_gradients", lambda names, x: refused.append(list(names)))
     q, k, v = arrays()
     k.tracked = True
     rawattn.attention(q, k, v)
@@ -249,9 +249,9 @@ def test_a_write_of_a_repeated_call_is_told(
     known(gpu, lambda: rawattn.attention(*arrays(), out=out))
     told: list[Any] = []
     refused: list[Any] = []
-    monkeypatch.setattr(repeats, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(fast_path, "tell_written", lambda *x: told.extend(x))
     monkeypatch.setattr(
-        repeats, "refuse_gradients_of_written", lambda names, x: refused.append((*names, *x))
+        fast_path, "refuse_gradients_of_written", lambda names, x: refused.append((*names, *x))
     )
     rawattn.attention(*arrays(), out=out)
     assert (told, refused) == ([out], [])
@@ -358,7 +358,7 @@ def test_a_gradient_of_an_array_of_options_is_not_lost(
 ) -> None:
     known(gpu, lambda: rawattn.attention(*arrays(), bias=bias()))
     refused: list[Any] = []
-    monkeypatch.setattr(repeats, "refuse_gradients", lambda names, x: refused.append(list(names)))
+    monkeypatch.setattr(fast_path, "refuse_gradients", lambda names, x: refused.append(list(names)))
     tracked = bias()
     tracked.tracked = True
     rawattn.attention(*arrays(), bias=tracked)
@@ -405,11 +405,11 @@ def test_layouts_of_one_structure_share_a_call_and_keep_their_lengths(gpu: Frame
 def test_calls_are_forgotten_when_there_are_too_many(
     gpu: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeats, "_MAX_KNOWN", 4)
+    monkeypatch.setattr(fast_path, "_MAX_CLOSURES", 4)
     for n in range(20):
         for _ in range(3):
             rawattn.attention(*arrays(), scale=1.0 + n)
-    assert 1 <= len(repeats.known["attention"]) <= 4
+    assert 1 <= len(fast_path.closures_by_call["attention"]) <= 4
 
 
 def test_what_people_are_shown() -> None:
@@ -442,9 +442,9 @@ def test_readers_read_what_is_given() -> None:
 def test_tensors_that_are_not_plain_are_not_read() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("cupy")
-    from rawattn._interop.native import native
+    from rawattn._interop.native import native_of
 
-    own = native("torch")
+    own = native_of("torch")
     assert own is not None
     x = torch.zeros(1, 4, 2, 8)
     sparse = x.to_sparse()

@@ -20,7 +20,7 @@ from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import kernel, on_gpu
-from rawattn._verbs import repeats
+from rawattn._verbs import fast_path
 from tests.memory import DTYPES
 
 
@@ -87,8 +87,11 @@ def large_tiles() -> Iterator[None]:
 @contextmanager
 def nothing_prepared() -> Iterator[None]:
     """Calls are prepared anew, and forgotten afterwards."""
-    known: dict[str, dict[Any, Any]] = {name: {} for name in repeats.known}
-    with mock.patch.object(on_gpu, "_prepared", {}), mock.patch.object(repeats, "known", known):
+    known: dict[str, dict[Any, Any]] = {name: {} for name in fast_path.closures_by_call}
+    with (
+        mock.patch.object(on_gpu, "_prepared", {}),
+        mock.patch.object(fast_path, "closures_by_call", known),
+    ):
         yield
 
 

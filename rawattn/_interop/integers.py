@@ -10,7 +10,7 @@ import numpy as np
 from rawattn._interop import dlpack
 from rawattn._interop.advice import cast
 from rawattn._interop.arrays import framework_of, import_array
-from rawattn._interop.native import native
+from rawattn._interop.native import native_of
 from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:
@@ -82,15 +82,15 @@ def of_torch(tensor: Any) -> TensorIntegers | None:
     """The integers of a plain, contiguous CUDA tensor of one axis, if torch's current stream is CuPy's too, so that no stream
     has to wait. None for anything else.
     """
-    own: Any = native("torch")
-    read = None if own is None else own.read_one(tensor)
+    native: Any = native_of("torch")
+    read = None if native is None else native.read_one(tensor)
     if read is None:
         return None
     (address,), (shape, dense, dtype, device, _), _ = read
-    known = own.dtype_of(dtype)
+    known = native.dtype_of(dtype)
     if dense is not True or len(shape) != 1 or known not in _INTEGERS:
         return None
-    if not own.is_cupys(own.stream(device), device):
+    if not native.is_cupys(native.stream(device), device):
         return None
     return TensorIntegers(address, shape[0], known, device, tensor)
 

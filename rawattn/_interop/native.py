@@ -294,11 +294,11 @@ class Torch(_Reading):
 
 def view_of_torch(tensor: Any) -> View | None:
     """The view of a plain CUDA tensor of torch; None for a tensor that its attributes do not describe."""
-    own = native("torch")
+    native = native_of("torch")
     try:
-        if own is None or own.reader(1)(tensor) is None:
+        if native is None or native.reader(1)(tensor) is None:
             return None
-        return own.view(tensor)
+        return native.view(tensor)
     except TypeError:  # a dtype that no array of a call may have
         return None
 
@@ -307,7 +307,7 @@ _makers: dict[str, type[Any]] = {"cupy": CuPy, "torch": Torch}
 _made: dict[str, Native | None] = {}
 
 
-def native(framework: str) -> Native | None:
+def native_of(framework: str) -> Native | None:
     """The `Native` of a framework, by the name that `arrays.framework_of` gives. None for frameworks that have none.
 
     Also None for torch if CuPy cannot be imported: tensors on the CPU do not need it, and importing one on a GPU raises an

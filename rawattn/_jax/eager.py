@@ -85,7 +85,7 @@ def _made(options: Options, return_lse: bool) -> Any:
 
 
 class Jax:
-    """Reads arrays of one JAX type for `_verbs.repeats`, as `native.Native` does for other frameworks.
+    """Reads arrays of one JAX type for `_verbs.fast_path`, as `native.Native` does for other frameworks.
 
     The arrays themselves stand in for their addresses. All have one form, since JAX tells shapes and dtypes apart.
     """

@@ -15,7 +15,7 @@ from rawattn._call import options as _options
 from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST, Imported
-from rawattn._interop.native import native
+from rawattn._interop.native import native_of
 from rawattn._interop.written import tell_written
 from rawattn._runtime import on_cpu, on_gpu
 from rawattn._runtime.calls import describe, elsewhere, refuse_gradients
@@ -42,13 +42,13 @@ def run(
     memo: that of the call's mask. It is used only if no array has to be moved.
     """
     framework = arrays.framework_of(inputs[verb.q])
-    own = native(framework) if backend is None or backend == "cuda" else None
-    read = None if own is None else own.read((*inputs, *targets), verb.required)
-    if own is not None and read is not None:
+    native = native_of(framework) if backend is None or backend == "cuda" else None
+    read = None if native is None else native.read((*inputs, *targets), verb.required)
+    if native is not None and read is not None:
         if read[2]:
             refuse_gradients(verb, options, inputs, targets)
         results = on_gpu.run(
-            verb, own, read, inputs, targets, options, flag, framework, values, memo
+            verb, native, read, inputs, targets, options, flag, framework, values, memo
         )
     elif (
         framework == "numpy"
@@ -132,8 +132,8 @@ def check(
             return
         describe(verb, dict(verb.named(views[:count], views[count:])), options, flag, framework)
         if not verb.written:
-            own = (None,) * len(targets)
-            compute(verb, views[:count], own, options, flag, framework, values)
+            no_targets = (None,) * len(targets)
+            compute(verb, views[:count], no_targets, options, flag, framework, values)
 
 
 def _views(
@@ -190,11 +190,11 @@ def cuda(
     values: tuple[int, ...] = (),
 ) -> Sequence[Any]:
     """Runs a call on CuPy arrays, on CuPy's current stream."""
-    own = native("cupy")
-    assert own is not None
-    read = own.read((*inputs, *targets), verb.required)
+    native = native_of("cupy")
+    assert native is not None
+    read = native.read((*inputs, *targets), verb.required)
     assert read is not None
-    return on_gpu.run(verb, own, read, inputs, targets, options, flag, framework, values)
+    return on_gpu.run(verb, native, read, inputs, targets, options, flag, framework, values)
 
 
 def _cuda_from_host(

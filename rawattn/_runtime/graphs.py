@@ -20,7 +20,7 @@ _lock = threading.Lock()
 _chunks: dict[int, tuple[int, int]] = {}
 
 
-def hold(*owners: Any) -> None:
+def keep_forever(*owners: Any) -> None:
     """Keeps owners of memory alive until the process ends."""
     _held.append(owners)
 
@@ -49,5 +49,5 @@ def _cleared(nbytes: int) -> int:
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.runtime.memsetAsync(memory.ptr, 0, nbytes, stream.ptr)
         stream.synchronize()
-    hold(memory)
+    keep_forever(memory)
     return int(memory.ptr)

@@ -43,7 +43,7 @@ _MAX_PREPARED = 512  # entries of `_prepared`
 
 def run(
     verb: Verb,
-    own: Native,
+    native: Native,
     read: Read,
     inputs: Arrays,
     targets: Arrays,
@@ -53,50 +53,52 @@ def run(
     values: tuple[int, ...] = (),
     memo: dict[Any, Any] | None = None,
 ) -> Sequence[Any]:
-    """`dispatch.run` on a GPU. read: what `own` has read of the inputs and targets. framework: that of the caller's arrays."""
+    """`dispatch.run` on a GPU. read: what `native` has read of inputs and targets. framework: that of the caller's arrays."""
     addresses, form, _ = read
     device: int = form[verb.q * 4 + 3]
-    if device != own.current_device():
+    if device != native.current_device():
         import cupy
 
         with cupy.cuda.Device(device):
-            return run(verb, own, read, inputs, targets, options, flag, framework, values, memo)
-    call, lengths, is_new = called(verb, own, read, inputs, targets, options, flag, framework)
+            return run(verb, native, read, inputs, targets, options, flag, framework, values, memo)
+    call, lengths, is_new = find_or_prepare(
+        verb, native, read, inputs, targets, options, flag, framework
+    )
     if not is_new:
         for target in targets:
             if target is not None:
-                _check_reach(verb, call, own, addresses, inputs, targets, options)
+                _check_reach(verb, call, native, addresses, inputs, targets, options)
                 break
         if verb.written:
             named = zip(verb.inputs, inputs, strict=True)
-            check_written(verb, {name: own.view(x) for name, x in named if x is not None})
+            check_written(verb, {name: native.view(x) for name, x in named if x is not None})
         if verb.extras and lengths is not None:
             call.check_longest(lengths)
     if call.copies is not None:
         inputs = [
-            own.contiguous(x) if copy else x for x, copy in zip(inputs, call.copies, strict=True)
+            native.contiguous(x) if copy else x for x, copy in zip(inputs, call.copies, strict=True)
         ]
-        addresses = [0 if x is None else own.address(x) for x in (*inputs, *targets)]
+        addresses = [0 if x is None else native.address(x) for x in (*inputs, *targets)]
     results = list(targets)
     first = len(inputs)
     for n, shape, dtype in call.made:
         if results[n] is None:
-            results[n] = array = own.empty(shape, dtype, inputs[verb.q])
-            addresses[first + n] = own.address(array)
+            results[n] = array = native.empty(shape, dtype, inputs[verb.q])
+            addresses[first + n] = native.address(array)
     addresses += values
-    prepared, stream = call.prepared, own.stream(device)
-    if call.copies is not None and not own.keeps_captured() and streams.is_capturing(stream):
-        graphs.hold(*itertools.compress(inputs, call.copies))
+    prepared, stream = call.prepared, native.stream(device)
+    if call.copies is not None and not native.keeps_captured() and streams.is_capturing(stream):
+        graphs.keep_forever(*itertools.compress(inputs, call.copies))
     if memo is not None and prepared.run_keeping is not None:
-        prepared.run_keeping(addresses, stream, own, memo)
+        prepared.run_keeping(addresses, stream, native, memo)
     else:
-        prepared.run(addresses, stream, own, lengths or call.lengths)
+        prepared.run(addresses, stream, native, lengths or call.lengths)
     return results
 
 
-def called(
+def find_or_prepare(
     verb: Verb,
-    own: Native,
+    native: Native,
     read: Read,
     inputs: Arrays,
     targets: Arrays,
@@ -115,13 +117,13 @@ def called(
             form_of_lengths = structure(lengths)
         key = (verb, flag, form, form_of_lengths, structural(options), selection())
         if verb.extras:
-            key = (*key, together(verb, addresses) % 16, alignments(verb, addresses))
+            key = (*key, ored_addresses(verb, addresses) % 16, alignments(verb, addresses))
         call = _prepared.get(key)
     except (TypeError, ValueError, IndexError, AttributeError):
         key = None  # `_prepare_natives` raises the proper error
     if call is not None:
         return call, lengths, False
-    call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
+    call = _prepare_natives(verb, native, read, inputs, targets, options, flag, framework)
     if key is not None:
         make_room(_prepared, _MAX_PREPARED)
         _prepared[key] = call
@@ -129,7 +131,7 @@ def called(
 
 
 def repeated(
-    own: Native,
+    native: Native,
     verb: Verb,
     inputs: Arrays,
     targets: Arrays,
@@ -149,12 +151,14 @@ def repeated(
     argument of the launches. With lengths on the GPU the pair is their addresses and None. With starts on the host, the
     function's attribute `of_starts` makes the pair of their layout.
     """
-    read = own.read((*inputs, *targets), verb.required)
+    read = native.read((*inputs, *targets), verb.required)
     assert read is not None
     device: int = read[1][verb.q * 4 + 3]
-    if device != own.current_device() or streams.is_capturing(own.stream(device)):
+    if device != native.current_device() or streams.is_capturing(native.stream(device)):
         return None
-    call, lengths, _ = called(verb, own, read, inputs, targets, options, flag, framework)
+    call, lengths, _ = find_or_prepare(
+        verb, native, read, inputs, targets, options, flag, framework
+    )
     if call.copies is not None:
         return None
     given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
@@ -166,10 +170,10 @@ def repeated(
     # the library allocates, and 0s (`behind`).
     absent = sorted({*range(given[-1])} - {*given})
     before, behind = [0] * (first - given[-1] - 1), [0] * (len(verb.names) - last)
-    makers = [own.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
+    makers = [native.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
     writes = given[-1] >= len(inputs)
-    bounds = overlaps(call, len(inputs)) if writes else ()
-    stream_of, current_device, address_of = own.stream, own.current_device, own.address
+    bounds = overlap_bounds(call, len(inputs)) if writes else ()
+    stream_of, current_device, address_of = native.stream, native.current_device, native.address
     launch: Callable[..., None] = call.prepared.run
     dense: Lengths | None = call.lengths
     of_starts: Callable[[Any], Any] | None = None
@@ -195,7 +199,7 @@ def repeated(
             if layout_in_key:
                 integers, with_it = with_it
                 addresses += integers
-            launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
+            launch(addresses, stream_of(device), native, dense if with_it is None else with_it)
             return result
 
         vars(repeat_one)["of_starts"] = of_starts
@@ -222,7 +226,7 @@ def repeated(
         if layout_in_key:
             integers, with_it = with_it
             addresses += integers
-        launch(addresses, stream_of(device), own, dense if with_it is None else with_it)
+        launch(addresses, stream_of(device), native, dense if with_it is None else with_it)
         return returned(results)
 
     vars(repeat)["of_starts"] = of_starts
@@ -244,7 +248,7 @@ def _launch_with_mask(prepared: Prepared) -> Callable[..., None]:
     return launch
 
 
-def overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
+def overlap_bounds(call: Call, first: int) -> tuple[tuple[int, int], ...]:
     """For each input, the open interval of distances (output's address - input's) at which the first output overlaps it.
 
     first: the index of that output among the verb's arrays, which is the number of inputs.
@@ -253,7 +257,7 @@ def overlaps(call: Call, first: int) -> tuple[tuple[int, int], ...]:
     return tuple((start - high, end - low) for start, end in call.reach[:first])
 
 
-class Pair(NamedTuple):
+class PossibleOverlap(NamedTuple):
     """An input that a call changes and another input, by their indices among the addresses.
 
     They may share memory if the difference of their addresses, changed - other, is between low and high. At `distance` they
@@ -267,7 +271,9 @@ class Pair(NamedTuple):
     distance: int
 
 
-def pairs(verb: Verb, call: Call, addresses: Sequence[int]) -> tuple[Pair, ...]:
+def possible_overlaps(
+    verb: Verb, call: Call, addresses: Sequence[int]
+) -> tuple[PossibleOverlap, ...]:
     """The pairs of inputs that might share memory. addresses: those of inputs that have been checked not to."""
     found = []
     for n, name in enumerate(verb.inputs):
@@ -277,21 +283,23 @@ def pairs(verb: Verb, call: Call, addresses: Sequence[int]) -> tuple[Pair, ...]:
         for m, other in enumerate(verb.inputs):
             if m > n or (m < n and other not in verb.written):
                 start, end = call.reach[m]
-                found.append(Pair(n, m, start - high, end - low, addresses[n] - addresses[m]))
+                found.append(
+                    PossibleOverlap(n, m, start - high, end - low, addresses[n] - addresses[m])
+                )
     return tuple(found)
 
 
-def are_apart(pairs: Sequence[Pair], addresses: Sequence[int]) -> bool:
+def surely_disjoint(overlaps: Sequence[PossibleOverlap], addresses: Sequence[int]) -> bool:
     """Whether it is certain that no input that a call changes shares memory with another one."""
-    for changed, other, low, high, distance in pairs:
+    for changed, other, low, high, distance in overlaps:
         if low < (found := addresses[changed] - addresses[other]) < high and found != distance:
             return False
     return True
 
 
-def find(
+def prepare_checked(
     verb: Verb,
-    own: Native,
+    native: Native,
     read: Read,
     inputs: Arrays,
     targets: Arrays,
@@ -300,13 +308,13 @@ def find(
 ) -> tuple[Call, Lengths]:
     """Checks and prepares a call that is run later: the call, and its lengths."""
     framework = arrays.framework_of(inputs[verb.q])
-    call = _prepare_natives(verb, own, read, inputs, targets, options, flag, framework)
+    call = _prepare_natives(verb, native, read, inputs, targets, options, flag, framework)
     return call, call.lengths
 
 
 def _prepare_natives(
     verb: Verb,
-    own: Native,
+    native: Native,
     read: Read,
     inputs: Arrays,
     targets: Arrays,
@@ -315,13 +323,13 @@ def _prepare_natives(
     framework: str,
 ) -> Call:
     named = zip(caller_names_with_outputs(verb, options), (*inputs, *targets), strict=True)
-    views = [None if x is None else _view(name, own, x) for name, x in named]
-    pointers = together(verb, read[0])
+    views = [None if x is None else _view(name, native, x) for name, x in named]
+    pointers = ored_addresses(verb, read[0])
     found = alignments(verb, read[0])
     return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)
 
 
-def together(verb: Verb, addresses: Sequence[int]) -> int:
+def ored_addresses(verb: Verb, addresses: Sequence[int]) -> int:
     """The addresses of inputs and outputs OR-ed together, without `extras`: its last bits give the alignment that all have.
 
     Kernels choose the width of accesses to `extras` by the alignment of each.
@@ -346,7 +354,7 @@ def alignments(verb: Verb, addresses: Sequence[int]) -> tuple[int, ...]:
 def _check_reach(
     verb: Verb,
     call: Call,
-    own: Native,
+    native: Native,
     addresses: Sequence[int],
     inputs: Arrays,
     targets: Arrays,
@@ -365,17 +373,17 @@ def _check_reach(
             if m != n and low < other_high and other_low < high:
                 shown = caller_names_with_outputs(verb, options)
                 others = [
-                    (name, own.view(x))
+                    (name, native.view(x))
                     for other, (name, x) in enumerate(zip(shown, (*inputs, *targets), strict=True))
                     if x is not None and other != n
                 ]
-                check_apart(own.view(target), others, shown[n])
+                check_apart(native.view(target), others, shown[n])
                 break
 
 
-def _view(name: str, own: Native, array: Any) -> View:
+def _view(name: str, native: Native, array: Any) -> View:
     try:
-        return own.view(array)
+        return native.view(array)
     except TypeError as error:
         more = ", and float8_e4m3fn" if name.endswith("_pages") else ""
         raise TypeError(

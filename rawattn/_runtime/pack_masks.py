@@ -70,5 +70,5 @@ def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> B
             )
     capturing = streams.is_capturing(stream)
     if capturing:
-        graphs.hold(*named.values())
+        graphs.keep_forever(*named.values())
     return BlockMask(words, shape, replayed=capturing)

@@ -19,7 +19,7 @@ from rawattn._interop.written import tell_written
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written
 from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
-from rawattn._runtime.planned_repeats import Planned, Repeat, by_names, by_position
+from rawattn._runtime.plan_fast_path import Planned, Repeat, by_names, by_position
 from rawattn._runtime.verbs import Verb
 
 _WIDEST = 16  # bytes of a kernel's widest access; alignments count modulo this
@@ -31,14 +31,14 @@ _LENGTHS = {"cu_seqlen_q": 1, "seqlen_q": 1, "cu_seqlen_k": 3, "seqlen_k": 3}
 class GpuPlan:
     """A plan of a call of `verb` on arrays of one framework on one GPU.
 
-    read: what `own` has read of inputs and targets. inputs, targets: the arrays of planning time; a target is an array to
+    read: what `native` has read of inputs and targets. inputs, targets: the arrays of planning time; a target is an array to
     write, or None. returned: makes the caller's result of the outputs. values: numbers of options for the kernels.
     """
 
     def __init__(
         self,
         verb: Verb,
-        own: Native,
+        native: Native,
         read: Read,
         inputs: Sequence[Any],
         targets: Sequence[Any],
@@ -48,11 +48,11 @@ class GpuPlan:
         values: Sequence[int] = (),
     ) -> None:
         device: int = read[1][verb.q * 4 + 3]
-        self._verb, self._own, self._device, self._returned = verb, own, device, returned
+        self._verb, self._native, self._device, self._returned = verb, native, device, returned
         self._inputs, self._options, self._flag = tuple(inputs), options, flag
         self._count = len(self._inputs)
         self._values = tuple(values)
-        if device != own.current_device():
+        if device != native.current_device():
             import cupy
 
             with cupy.cuda.Device(device):
@@ -62,7 +62,7 @@ class GpuPlan:
 
     def _prepare(self, read: Read, targets: Sequence[Any]) -> None:
         """Loads kernels and allocates memory on the arrays' GPU, which is the current one."""
-        verb, own, device, inputs = self._verb, self._own, self._device, self._inputs
+        verb, native, device, inputs = self._verb, self._native, self._device, self._inputs
         call, lengths = self._find(read, inputs, targets)
         if call.copies is not None:
             names = caller_names(verb, self._options)
@@ -72,22 +72,24 @@ class GpuPlan:
                 f"{name}: its last axis is not dense{others}, so each call would copy it, and a plan allocates nothing; "
                 f"pass a contiguous copy of it"
             )
-        self._stream = own.stream(device)
+        self._stream = native.stream(device)
         self._results = [
-            target if target is not None or result is None else own.empty(*result, inputs[verb.q])
+            target
+            if target is not None or result is None
+            else native.empty(*result, inputs[verb.q])
             for target, result in zip(targets, call.results, strict=True)
         ]
-        self._result_addresses = [0 if x is None else own.address(x) for x in self._results]
+        self._result_addresses = [0 if x is None else native.address(x) for x in self._results]
         inputs_at, form, _ = self._read(self._inputs)
         self._form = form[:-1]
         self._planned = Planned(
-            *(verb, own, device, self._options, self._inputs, self._results, self._returned),
+            *(verb, native, device, self._options, self._inputs, self._results, self._returned),
             values=self._values,
-            alignment=_alignment(on_gpu.together(verb, inputs_at + self._result_addresses)),
+            alignment=_alignment(on_gpu.ored_addresses(verb, inputs_at + self._result_addresses)),
             alignments=on_gpu.alignments(verb, inputs_at),
-            pairs=on_gpu.pairs(verb, call, read[0]),
+            possible_overlaps=on_gpu.possible_overlaps(verb, call, read[0]),
             changed=tuple(n for n, name in enumerate(verb.inputs) if name in verb.written),
-            memory=call.prepared.own(own, self._stream, lengths),
+            memory=call.prepared.plan_memory(native, self._stream, lengths),
             streams={self._stream},
         )
         self.repeat = by_position(self._planned)
@@ -120,17 +122,17 @@ class GpuPlan:
         integers: dict[int, int] = {}
         for name, array in given.items():
             self._replace(integers, name, array)
-        own, device = self._own, self._device
-        read = own.read(args, self._verb.required)
+        native, device = self._native, self._device
+        read = native.read(args, self._verb.required)
         if read is None or read[1][:-1] != self._form:
             raise self._refused(args)
         addresses, _, tracked = read
         if tracked and self._verb.refuses_gradients:
             arrays.refuse_gradients(caller_names(self._verb, self._options), args)
         planned = self._planned
-        if not planned.are_apart(addresses):
+        if not planned.surely_disjoint(addresses):
             named = zip(self._verb.inputs, args, strict=True)
-            check_written(self._verb, {name: own.view(x) for name, x in named if x is not None})
+            check_written(self._verb, {name: native.view(x) for name, x in named if x is not None})
         if not planned.begin_alike(addresses):
             raise self._misaligned(addresses)
         memory, results = planned.memory, self._results
@@ -141,16 +143,16 @@ class GpuPlan:
             theirs = [self._count + n for n, x in enumerate(out) if x is not None]
             results = [y if x is None else x for x, y in zip(out, self._results, strict=True)]
             self._check_out(args, results, addresses)
-            addresses += [0 if x is None else own.address(x) for x in results]
+            addresses += [0 if x is None else native.address(x) for x in results]
         if not planned.are_aligned(addresses):
             raise ValueError(
                 f"plan: an array does not begin at a multiple of {planned.alignment} bytes, as all did when the call "
                 "was planned; pass aligned arrays, or plan with such ones"
             )
         addresses += self._values
-        stream = own.stream(device)
+        stream = native.stream(device)
         planned.streams.add(stream)
-        if device != own.current_device():
+        if device != native.current_device():
             import cupy
 
             with cupy.cuda.Device(device):
@@ -185,15 +187,15 @@ class GpuPlan:
         )
 
     def _read(self, inputs: Sequence[Any]) -> Read:
-        read = self._own.read(inputs, self._verb.required)
+        read = self._native.read(inputs, self._verb.required)
         assert read is not None
         return read
 
     def _find(
         self, read: Read, inputs: Sequence[Any], targets: Sequence[Any]
     ) -> tuple[Call, Lengths]:
-        return on_gpu.find(
-            *(self._verb, self._own, read, inputs, targets, self._options, self._flag)
+        return on_gpu.prepare_checked(
+            *(self._verb, self._native, read, inputs, targets, self._options, self._flag)
         )
 
     def _replace(self, integers: dict[int, int], name: str, array: Any) -> None:
@@ -220,19 +222,19 @@ class GpuPlan:
     def _check_out(
         self, args: Sequence[Any], results: Sequence[Any], addresses: Sequence[int]
     ) -> None:
-        verb, own = self._verb, self._own
+        verb, native = self._verb, self._native
         names = caller_names_with_outputs(verb, self._options)
-        inputs = [(n, own.view(x)) for n, x in zip(names, args, strict=False) if x is not None]
+        inputs = [(n, native.view(x)) for n, x in zip(names, args, strict=False) if x is not None]
         shown_results = names[len(verb.inputs) :]
         for shown, result, planned in zip(shown_results, results, self._results, strict=True):
             if result is None or result is planned:
                 continue
-            if own.read((result,), 1) is None:
+            if native.read((result,), 1) is None:
                 raise TypeError(
                     f"{shown}: got {type(result).__name__}, expected an array as planned"
                 )
             arrays.refuse_gradients_of_written((shown,), (result,))
-            got, expected = own.view(result), own.view(planned)
+            got, expected = native.view(result), native.view(planned)
             if got[1:] != expected[1:]:
                 raise ValueError(
                     f"{shown}: got shape {got.shape}, strides {got.strides}, dtype {got.dtype} on GPU {got.device}, "
@@ -240,7 +242,7 @@ class GpuPlan:
                     f"GPU {expected.device}"
                 )
             others = inputs + [
-                (n, own.view(x))
+                (n, native.view(x))
                 for n, x in zip(shown_results, results, strict=True)
                 if x is not None and n != shown
             ]
@@ -248,7 +250,7 @@ class GpuPlan:
 
     def _refused(self, args: Sequence[Any]) -> Exception:
         """The error for inputs that are not like those of planning time."""
-        own = self._own
+        native = self._native
         names = caller_names(self._verb, self._options)
         for name, x, planned in zip(names, args, self._inputs, strict=True):
             if (x is None) != (planned is None):
@@ -257,11 +259,11 @@ class GpuPlan:
                 )
             if x is None:
                 continue
-            if own.read((x,), 1) is None:
+            if native.read((x,), 1) is None:
                 return TypeError(
                     f"{name}: got {type(x).__name__}, expected a {type(planned).__name__} on GPU {self._device}, as planned"
                 )
-            got, expected = own.view(x), own.view(planned)
+            got, expected = native.view(x), native.view(planned)
             if got[1:] != expected[1:]:
                 return ValueError(
                     f"{name}: got shape {got.shape}, strides {got.strides}, dtype {got.dtype}, GPU {got.device}; the "
@@ -270,6 +272,6 @@ class GpuPlan:
         return ValueError("plan: the arrays are not like those that the call was planned with")
 
 
-def _alignment(together: int) -> int:
-    together %= _WIDEST
-    return together & -together if together else _WIDEST
+def _alignment(addresses: int) -> int:
+    addresses %= _WIDEST
+    return addresses & -addresses if addresses else _WIDEST

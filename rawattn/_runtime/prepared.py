@@ -23,7 +23,7 @@ from rawattn._runtime import graphs
 from rawattn._runtime.launches import Launch, launch_of
 from rawattn._runtime.lengths import CARRIED, NAMES, LengthsMemory
 from rawattn._runtime.runs import Launches, RunMemory, run_of
-from rawattn._runtime.setup import Carrying, Setup, without_filling
+from rawattn._runtime.setup import SendIntegers, Setup, without_filling
 
 _MAX_COUNTED = 512  # entries of `Prepared._counted`
 _MAX_KNOWN = 16  # entries of `Lengths.memo`: pairs of a prepared call and a stream
@@ -46,7 +46,7 @@ class Prepared:
         stream: the handle. memory: allocates for work on that stream. lengths: needed if the call is ragged.
     run_keeping: `run` with the mask's memo in place of lengths, where it keeps the lists of tiles that the mask leaves; None
         for a call without such lists.
-    beside: the scratch and counters of runs.
+    run_memory: the scratch and counters of runs.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Prepared:
         # If all lengths are on the host, the order of the sequences is kept with the layout. Otherwise each run computes it.
         self._once = structure.on_host
         orders = steps.orders if self.ragged else {}
-        # A mask's lists come first, so that `RunMemory.without_first` can leave them out when the mask keeps them.
+        # A mask's lists come first, so that `RunMemory.without_leading_scratch` can leave them out when the mask keeps them.
         listed = {name: steps.scratch[name] for name in steps.lists.scratch}
         scratch = {**({} if self._once else orders), **listed, **steps.scratch}
         self._lengths_memory = LengthsMemory(
@@ -81,13 +81,13 @@ class Prepared:
 
         # The setup launch of a ragged call, which comes first. A layout's first run also sends the integers on the host.
         self._setup = None
-        self._each_setup = None
+        self._later_setup = None
         if self.ragged:
             self._setup = setup = Setup(steps, slot, structure.batch, device, self._once)
-            self._each_setup = setup.each
-            self._first_setup: Carrying = setup.first
+            self._later_setup = setup.later_runs
+            self._first_setup: SendIntegers = setup.first_run
             if self._once and not self._lengths_memory.carried:
-                self._first_setup = setup.loaded(self._lengths_memory.integers)
+                self._first_setup = setup.load_first_run(self._lengths_memory.integers)
         # Without ragged lengths the shapes decide the numbers of blocks: kernels without any block are not compiled.
         counts = [_count(each.blocks, lengths) for each in steps.launches]
         wanted = [self.ragged or bool(blocks) for blocks in counts]
@@ -95,7 +95,7 @@ class Prepared:
         self._launches = [launch_of(step, slot, device) for step in self.steps]
         self._blocks = list(itertools.compress(counts, wanted))
         pieces = (scratch, steps.counters) if self._launches else ({}, {})
-        self.beside = RunMemory(device, *[each.values() for each in pieces])
+        self.run_memory = RunMemory(device, *[each.values() for each in pieces])
         self.run = self._runner()
         self.run_keeping = self._keeping_runner(steps.lists)
 
@@ -103,7 +103,7 @@ class Prepared:
         """`run`, specialised for what this call needs."""
         if self.ragged:
             return self._ragged_runner()
-        return run_of(list(zip(self._launches, self._blocks, strict=True)), self.beside)
+        return run_of(list(zip(self._launches, self._blocks, strict=True)), self.run_memory)
 
     def _keeping_runner(self, lists: Lists) -> RunKeeping | None:
         """`run_keeping`: a mask's first run on a stream writes its lists of tiles; later runs leave these launches out.
@@ -115,12 +115,12 @@ class Prepared:
         if not any(made):
             return None
         count = len(lists.scratch)
-        rest, kept_bytes = self.beside.without_first(count)
-        kept_at = self.beside.scratch_at[:count]
+        rest, kept_bytes = self.run_memory.without_leading_scratch(count)
+        kept_at = self.run_memory.scratch_at[:count]
         launches = list(zip(self._launches, self._blocks, strict=True))
         others = list(itertools.compress(launches, map(operator.not_, made)))
         run_all, run_others = run_of(launches, rest), run_of(others, rest)
-        run_captured = self.beside.run_captured
+        run_captured = self.run_memory.run_captured
         device, is_capturing = self.device, streams.is_capturing
 
         def run(addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any]) -> None:
@@ -148,20 +148,20 @@ class Prepared:
         return run
 
     def _ragged_runner(self) -> Run:
-        first_setup, each_setup = self._first_setup, self._each_setup
+        first_setup, later_setup = self._first_setup, self._later_setup
         addresses_of, blocks_of, counters_of = (
             self._lengths_memory.addresses,
             self._blocks_of,
-            self.beside.counters_of,
+            self.run_memory.counters_of,
         )
         launches, is_capturing, device = self._launches, streams.is_capturing, self.device
-        scratch_at, scratch_bytes = self.beside.scratch_at, self.beside.scratch_bytes
+        scratch_at, scratch_bytes = self.run_memory.scratch_at, self.run_memory.scratch_bytes
 
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
             capturing = stream > 1 and is_capturing(stream)
-            own = stream if stream != PER_THREAD else own_stream(stream)
-            key, data = (self, own), b""
+            stream_key = stream if stream != PER_THREAD else own_stream(stream)
+            key, data = (self, stream_key), b""
             # A captured graph sends the lengths in each replay, so it takes nothing from the memo.
             found: Found | None = None if capturing else lengths.memo.get(key)
             blocks: Sequence[int]
@@ -185,8 +185,8 @@ class Prepared:
             addresses += counters
             if data:
                 first_setup(data, to, addresses, stream)
-            elif each_setup is not None:
-                launch, count = each_setup
+            elif later_setup is not None:
+                launch, count = later_setup
                 launch(addresses, count, stream)
             if not known and not capturing:
                 if lengths.memo:
@@ -195,7 +195,7 @@ class Prepared:
             for launch, count in zip(launches, blocks):  # noqa: B905  # (strict takes as long as patching a launch)
                 launch(addresses, count, stream)
             if capturing and not memory.keeps_captured():
-                graphs.hold(self, found, scratch)
+                graphs.keep_forever(self, found, scratch)
 
         return run
 
@@ -204,9 +204,9 @@ class Prepared:
 
         lengths: such lengths, which give the numbers of blocks.
         """
-        setup = () if self._each_setup is None else (self._each_setup,)
+        setup = () if self._later_setup is None else (self._later_setup,)
         blocks = [_count(each.blocks, lengths) for each in self.steps]
-        return run_of([*setup, *zip(self._launches, blocks, strict=True)], self.beside)
+        return run_of([*setup, *zip(self._launches, blocks, strict=True)], self.run_memory)
 
     def with_starts(
         self, bound: Callable[[SeqLayout], Lengths]
@@ -233,9 +233,9 @@ class Prepared:
             blocks = known.get((q[0], k[0])) or self._blocks_of(bound(seqs))
             return integers_of(seqs), list(zip(launches, blocks))  # noqa: B905
 
-        return run_of(None, self.beside), given
+        return run_of(None, self.run_memory), given
 
-    def filling_all_but(
+    def launches_without_padding_of(
         self, theirs: Sequence[int]
     ) -> tuple[tuple[Launch, int] | None, list[Launch]]:
         """The setup launch and the other launches of a run that leaves padding rows of some arrays as they are.
@@ -247,12 +247,12 @@ class Prepared:
         for n, step in enumerate(self.steps):
             if kept.intersection(name for _, name in step.fills):
                 launches[n] = launch_of(without_filling(step, kept), self._slot, self.device)
-        setup = None if self._setup is None else self._setup.each_but(kept)
+        setup = None if self._setup is None else self._setup.without_padding_of(kept)
         return setup, launches
 
-    def own(self, memory: Memory, stream: int, lengths: Lengths | None) -> Own:
+    def plan_memory(self, memory: Memory, stream: int, lengths: Lengths | None) -> PlanMemory:
         """Memory for the runs of a plan, which must not allocate. Lengths on the host are sent and ordered now, on `stream`."""
-        return Own(self, memory, stream, lengths)
+        return PlanMemory(self, memory, stream, lengths)
 
     def _blocks_of(self, lengths: Lengths) -> list[int]:
         """The number of blocks of each step."""
@@ -267,7 +267,7 @@ class Prepared:
         return found
 
 
-class Own:
+class PlanMemory:
     """The memory of one plan: scratch, counters, and the device copy of lengths on the host.
 
     Runs with it allocate nothing. They share the memory, so they must run one after the other on the device.
@@ -288,21 +288,21 @@ class Own:
             owner, own_addresses, data, to = prepared._lengths_memory.addresses(lengths, memory)
             self.tail += own_addresses
             self._held += [owner, lengths]
-        beside = prepared.beside
-        if beside.scratch_bytes:
-            owner, base = memory.allocate(beside.scratch_bytes, prepared.device)
-            self.tail += [base + at for at in beside.scratch_at]
+        run_memory = prepared.run_memory
+        if run_memory.scratch_bytes:
+            owner, base = memory.allocate(run_memory.scratch_bytes, prepared.device)
+            self.tail += [base + at for at in run_memory.scratch_at]
             self._held.append(owner)
-        if beside.counter_bytes:
-            owner, counters = beside.zeros(stream, memory)
+        if run_memory.counter_bytes:
+            owner, counters = run_memory.zeros(stream, memory)
             self.tail += counters
             self._held.append(owner)
         if data:
             unknown = [0] * len(prepared._names)  # no outputs yet, so no padding rows are filled
             prepared._first_setup(data, to, [*unknown, *self.tail], stream)
         self._prepared, self._blocks = prepared, blocks
-        self.launches = self._launches_of(prepared._each_setup, prepared._launches)
-        self._keeping: dict[tuple[int, ...], list[tuple[Launch, int]]] = {}  # by `theirs`
+        self.launches = self._launches_of(prepared._later_setup, prepared._launches)
+        self._leaving_padding: dict[tuple[int, ...], list[tuple[Launch, int]]] = {}  # by `theirs`
 
     def _launches_of(
         self, setup: tuple[Launch, int] | None, launches: Sequence[Launch]
@@ -327,18 +327,18 @@ class Own:
         if integers is not None:
             for index, address in integers.items():
                 addresses[first + index] = address
-        for launch, count in self.launches_keeping(tuple(theirs)):
+        for launch, count in self.launches_leaving_padding(tuple(theirs)):
             launch(addresses, count, stream)
 
-    def launches_keeping(self, theirs: tuple[int, ...]) -> list[tuple[Launch, int]]:
+    def launches_leaving_padding(self, theirs: tuple[int, ...]) -> list[tuple[Launch, int]]:
         """The launches of a run that leaves padding rows of these arrays as they are."""
         if not theirs or not self._prepared.ragged:
             return self.launches
-        found = self._keeping.get(theirs)
+        found = self._leaving_padding.get(theirs)
         if found is None:
             prepared = self._prepared
-            found = self._launches_of(*prepared.filling_all_but(theirs))
-            self._keeping[theirs] = found
+            found = self._launches_of(*prepared.launches_without_padding_of(theirs))
+            self._leaving_padding[theirs] = found
         return found
 
 

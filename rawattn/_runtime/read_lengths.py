@@ -8,25 +8,25 @@ from typing import Any
 from rawattn._interop import streams
 from rawattn._interop.native import Native
 from rawattn._runtime import on_gpu
-from rawattn._runtime.asked import Asked
+from rawattn._runtime.call_request import CallRequest
 
 # Returned by a repeat that has done nothing, since the call cannot be repeated: it takes the slow path.
-ANEW: Any = object()
+SLOW_PATH: Any = object()
 
 
 def repeated(
-    own: Native, asked: Asked[Any], arrays: Sequence[Any], framework: str
+    native: Native, request: CallRequest[Any], arrays: Sequence[Any], framework: str
 ) -> Callable[[list[int], Any], Any] | None:
     """A function that repeats a call which `on_gpu.run` has made, from the addresses of arrays of the same form.
 
     arrays: the inputs; then seqlen_k, and the indptr of the block table if there is one; then the array to write, if given.
     None if the call cannot be repeated in this way.
     """
-    verb, inputs, targets = asked.verb, asked.inputs, asked.targets
+    verb, inputs, targets = request.verb, request.inputs, request.targets
     count, written = len(inputs), [x for x in targets if x is not None]
     integers = len(arrays) - count - len(written)
     given = (*inputs, *targets)
-    read = own.read(given, verb.required)
+    read = native.read(given, verb.required)
     if read is None or integers not in (1, 2) or len(written) > 1:
         return None
     if "seed_value" in verb.values:  # a number that differs from call to call
@@ -34,10 +34,10 @@ def repeated(
     if any(x is not y for x, y in zip(inputs, arrays, strict=False)):
         return None  # an array was copied to the GPU, or scales are among the inputs
     device: int = read[1][verb.q * 4 + 3]
-    if device != own.current_device() or streams.is_capturing(own.stream(device)):
+    if device != native.current_device() or streams.is_capturing(native.stream(device)):
         return None
-    call, lengths, _ = on_gpu.called(
-        verb, own, read, inputs, targets, asked.options, asked.flag, framework
+    call, lengths, _ = on_gpu.find_or_prepare(
+        verb, native, read, inputs, targets, request.options, request.flag, framework
     )
     if call.copies is not None or lengths is None or (written and written[0] is not targets[0]):
         return None
@@ -45,35 +45,38 @@ def repeated(
     sides = lengths.k.length, lengths.k.start
     if lengths.q.start is not None or lengths.q.length is not None:
         return None
-    expected = [own.address(x) for x in given_lengths]
+    expected = [native.address(x) for x in given_lengths]
     if [int(x.data.ptr) for x in sides if x is not None] != expected:
         return None
     launch = call.prepared.with_integers(lengths)
     makers = [
-        own.maker(shape, dtype, inputs[verb.q])
+        native.maker(shape, dtype, inputs[verb.q])
         for n, shape, dtype in call.made
         if targets[n] is None
     ]
     indices = [count + n for n, _, _ in call.made if targets[n] is None]
     width = len(verb.inputs) + len(verb.outputs)
-    values, returned = list(asked.values), asked.returned
-    bounds = on_gpu.overlaps(call, count) if written else ()
+    values, returned = list(request.values), request.returned
+    bounds = on_gpu.overlap_bounds(call, count) if written else ()
     wanted = len(verb.outputs)
-    pairs, are_apart = on_gpu.pairs(verb, call, read[0]), on_gpu.are_apart
-    stream_of, current_device, address_of = own.stream, own.current_device, own.address
+    overlaps, surely_disjoint = (
+        on_gpu.possible_overlaps(verb, call, read[0]),
+        on_gpu.surely_disjoint,
+    )
+    stream_of, current_device, address_of = native.stream, native.current_device, native.address
 
     def repeat(found: list[int], out: Any) -> Any:
         if current_device() != device:
-            return ANEW
+            return SLOW_PATH
         results = [out] + [None] * (wanted - 1) if wanted else []
         addresses = found[:count]
-        if pairs and not are_apart(pairs, addresses):
-            return ANEW
+        if overlaps and not surely_disjoint(overlaps, addresses):
+            return SLOW_PATH
         if out is not None:
             target = found[-1]
             for address, (low, high) in zip(addresses, bounds):  # noqa: B905
                 if low < target - address < high:
-                    return ANEW
+                    return SLOW_PATH
         addresses += [0] * (width - count)
         if out is not None:
             addresses[count] = target
@@ -83,7 +86,7 @@ def repeated(
         addresses += values
         start = found[count + 1] if integers == 2 else 0
         addresses += [0, 0, start, found[count]]
-        launch(addresses, stream_of(device), own, None)
+        launch(addresses, stream_of(device), native, None)
         return returned(results)
 
     return repeat

@@ -32,7 +32,7 @@ class RunMemory:
         # By stream (`own_stream`): the owner of the counters, and their addresses.
         self.counters: dict[Any, tuple[Any, list[int]]] = {}
 
-    def without_first(self, count: int) -> tuple[RunMemory, int]:
+    def without_leading_scratch(self, count: int) -> tuple[RunMemory, int]:
         """The memory of runs whose first `count` pieces of scratch are kept elsewhere, and the bytes of these pieces."""
         rest = self.scratch_at[count:]
         nbytes = rest[0] if rest else self.scratch_bytes
@@ -74,7 +74,7 @@ class RunMemory:
         for launch, blocks in launches:
             launch(addresses, blocks, stream)
         if not memory.keeps_captured():
-            graphs.hold(launches, scratch)
+            graphs.keep_forever(launches, scratch)
 
 
 def _behind_each_other(sizes: Iterable[int], alignment: int) -> tuple[list[int], int]:
@@ -87,21 +87,29 @@ def _behind_each_other(sizes: Iterable[int], alignment: int) -> tuple[list[int],
 
 
 def run_of(
-    launches: Launches | None, beside: RunMemory
+    launches: Launches | None, run_memory: RunMemory
 ) -> Callable[[list[int], int, Memory, Any], None]:
     """A `Prepared.run` that takes no lengths. If the call has lengths, their addresses are among the given ones.
 
     launches: those of all runs; None if each run is given its own, in place of lengths.
     """
-    device, scratch_at, scratch_bytes = beside.device, beside.scratch_at, beside.scratch_bytes
-    counters, counter_bytes, counters_of = beside.counters, beside.counter_bytes, beside.counters_of
+    device, scratch_at, scratch_bytes = (
+        run_memory.device,
+        run_memory.scratch_at,
+        run_memory.scratch_bytes,
+    )
+    counters, counter_bytes, counters_of = (
+        run_memory.counters,
+        run_memory.counter_bytes,
+        run_memory.counters_of,
+    )
     stateful, is_capturing = bool(scratch_bytes or counter_bytes), streams.is_capturing
-    run_captured = beside.run_captured
+    run_captured = run_memory.run_captured
 
     def run(addresses: list[int], stream: int, memory: Memory, given: Any) -> None:
-        own: Launches = given if launches is None else launches
+        to_launch: Launches = given if launches is None else launches
         if stateful and stream > 1 and is_capturing(stream):
-            run_captured(addresses, stream, memory, own)
+            run_captured(addresses, stream, memory, to_launch)
             return
         if scratch_bytes:
             # The scratch may be freed as soon as the launches are enqueued: its next user comes later in the stream.
@@ -111,7 +119,7 @@ def run_of(
         if counter_bytes:
             found = counters.get(stream if stream != PER_THREAD else own_stream(stream))
             addresses += counters_of(stream, memory) if found is None else found[1]
-        for launch, blocks in own:
+        for launch, blocks in to_launch:
             launch(addresses, blocks, stream)
 
     return run

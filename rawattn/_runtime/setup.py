@@ -16,7 +16,8 @@ class Setup:
     """The setup launches of one call on one device.
 
     slot: the index of each address, by name. ordered_once: orders are kept with a layout, so only its first run computes them.
-    each: the launch, with its number of blocks, of every run but the first one with a layout; None if it has nothing to do.
+    later_runs: the launch of every run but the first one with a layout, with its number of blocks; None if there is nothing to
+    do.
     """
 
     def __init__(
@@ -26,48 +27,48 @@ class Setup:
         self._slot, self._device = slot, device
         self._early = kernel.target(device).early_launches
         again = () if ordered_once else steps.schedules
-        self._each = ragged_setup.step(batch, again, steps.paddings)
-        self.each = self._launch(self._each)
-        self._whole: Carrying | None = None
-        self._pieces: tuple[Carrying, tuple[Launch, int] | None] | None = None
+        self._later_step = ragged_setup.step(batch, again, steps.paddings)
+        self.later_runs = self._launch(self._later_step)
+        self._send_all: SendIntegers | None = None
+        self._send_pieces: tuple[SendIntegers, tuple[Launch, int] | None] | None = None
 
-    def each_but(self, kept: Collection[str]) -> tuple[Launch, int] | None:
-        """`each`, but it leaves padding rows of these arrays as they are."""
-        return self._launch(without_filling(self._each, kept))
+    def without_padding_of(self, kept: Collection[str]) -> tuple[Launch, int] | None:
+        """`later_runs`, but it leaves padding rows of these arrays as they are."""
+        return self._launch(without_filling(self._later_step, kept))
 
-    def loaded(self, nbytes: int) -> Carrying:
-        """`first` for up to `nbytes` of integers, with its kernels loaded now."""
-        whole = self._load_whole() if nbytes else self.first
+    def load_first_run(self, nbytes: int) -> SendIntegers:
+        """`first_run` for up to `nbytes` of integers, with its kernels loaded now."""
+        whole = self._load_send_all() if nbytes else self.first_run
         if nbytes <= ragged_setup.MOST:
             return whole
         self._load_pieces()
-        return self.first
+        return self.first_run
 
-    def first(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
+    def first_run(self, data: bytes, to: int, addresses: Sequence[int], stream: int) -> None:
         """The setup of a layout's first run: sends `data` to the address `to`, orders sequences and fills padding rows."""
         if len(data) <= ragged_setup.MOST:
-            whole = self._whole or self._load_whole()
+            whole = self._send_all or self._load_send_all()
             whole(data, to, addresses, stream)
             return
         # More integers than one launch carries: several launches send them. Ordering and filling need all of them, so that is
         # a launch of its own behind these.
-        send, rest = self._pieces or self._load_pieces()
+        send, rest = self._send_pieces or self._load_pieces()
         for start in range(0, len(data), ragged_setup.MOST):
             send(data[start : start + ragged_setup.MOST], to + start, addresses, stream)
         if rest is not None:
             launch, blocks = rest
             launch(addresses, blocks, stream)
 
-    def _load_whole(self) -> Carrying:
+    def _load_send_all(self) -> SendIntegers:
         step = ragged_setup.step(*self._parts, carrying=True)
-        self._whole = self._carrying(step)
-        return self._whole
+        self._send_all = self._sender(step)
+        return self._send_all
 
-    def _load_pieces(self) -> tuple[Carrying, tuple[Launch, int] | None]:
+    def _load_pieces(self) -> tuple[SendIntegers, tuple[Launch, int] | None]:
         alone = ragged_setup.step(0, (), (), carrying=True)
         rest = self._launch(ragged_setup.step(*self._parts))
-        self._pieces = self._carrying(alone), rest
-        return self._pieces
+        self._send_pieces = self._sender(alone), rest
+        return self._send_pieces
 
     def _launch(self, step: Step) -> tuple[Launch, int] | None:
         blocks = step.blocks
@@ -75,8 +76,8 @@ class Setup:
         step = replace(step, early=self._early)
         return (launch_of(step, self._slot, self._device), blocks) if blocks else None
 
-    def _carrying(self, step: Step) -> Carrying:
-        return carrying_of(replace(step, early=self._early), self._slot, self._device)
+    def _sender(self, step: Step) -> SendIntegers:
+        return sender_of(replace(step, early=self._early), self._slot, self._device)
 
 
 def without_filling(step: Step, kept: Collection[str]) -> Step:
@@ -85,10 +86,10 @@ def without_filling(step: Step, kept: Collection[str]) -> Step:
 
 
 # Sends integers on the host to an address. Arguments: their bytes, that address, all addresses of the call, the stream.
-Carrying = Callable[[bytes, int, Sequence[int], int], None]
+SendIntegers = Callable[[bytes, int, Sequence[int], int], None]
 
 
-def carrying_of(step: Step, slot: dict[str, int], device: int) -> Carrying:
+def sender_of(step: Step, slot: dict[str, int], device: int) -> SendIntegers:
     """A step as such a function, with its kernel loaded."""
     assert isinstance(step.blocks, int)
     blocks, params = step.blocks, step.params

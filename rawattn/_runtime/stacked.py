@@ -45,7 +45,7 @@ def stacked(outs: Given, lses: Given, dtype: Any, out: Any) -> tuple[Any, Any, A
                 continue
             whole = _stack(side.arrays, read[0].device)
             if stream is not None and streams.is_capturing(stream.ptr):
-                graphs.hold(whole)
+                graphs.keep_forever(whole)
             made.append(arrays.export_array(whole, framework, stream))
     return made[0], made[1], dtype
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
     from typing_extensions import Unpack
 
 
-@eager.repeating
+@eager.with_fast_path
 @takes_options(ForwardOptions)
 def attention(
     q: Any,

@@ -39,7 +39,7 @@ def is_traced() -> bool:
     return bool(_is_compiling() or _modes())
 
 
-def repeating(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def with_fast_path(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Wraps `function`, the public one, with a fast path: calls that are not traced and whose options are all in `_PLAIN`
     skip its checks, which `rawattn.attention` makes too.
     """

@@ -15,9 +15,9 @@ from rawattn._call.pages import PagedLayout
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop.arrays import HOST
 from rawattn._runtime.append import append_verb
-from rawattn._runtime.asked import Asked
+from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.verbs import Verb
-from rawattn._verbs import page_repeats
+from rawattn._verbs import paged_fast_path
 from rawattn._verbs.attention import first
 from rawattn._verbs.paged import Limits, device_of, read_pages, scaled
 
@@ -86,7 +86,7 @@ def append_kv(
 ) -> ArrayT: ...
 
 
-@page_repeats.repeating(page_repeats.of_append_kv, written=(2, 3))  # k_pages, v_pages
+@paged_fast_path.with_fast_path(paged_fast_path.of_append_kv, written=(2, 3))  # k_pages, v_pages
 @hides_unknown
 def append_kv(
     k: Any,
@@ -106,7 +106,7 @@ def append_kv(
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
     **unknown: Unpack[NoOthers],
-) -> Asked[Any]:
+) -> CallRequest[Any]:
     """Write the keys and values of new rows into the pages of a cache, in one launch.
 
     Row i of the n new rows of sequence b becomes key ``seqlen_k[b] - n + i`` of the sequence: lengths already count the new
@@ -214,7 +214,7 @@ def append_kv(
         validate,
         backend,
     )
-    return Asked(*call[:4], False, backend, call.values, first if call.targets else _nothing)
+    return CallRequest(*call[:4], False, backend, call.values, first if call.targets else _nothing)
 
 
 def _nothing(results: Sequence[Any]) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from rawattn._call.options import ForwardOptions, flag
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._masks.block_mask import memo_of
-from rawattn._runtime.asked import Asked
+from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import FORWARD
-from rawattn._verbs.repeats import repeating
+from rawattn._verbs.fast_path import with_fast_path
 
 if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Unpack
@@ -49,7 +49,7 @@ def attention(
 ) -> ArrayT | tuple[ArrayT, Any]: ...
 
 
-@repeating(FORWARD, out="out")
+@with_fast_path(FORWARD, out="out")
 @takes_options(ForwardOptions)
 def attention(
     q: Any,
@@ -60,7 +60,7 @@ def attention(
     out: Any = None,
     backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[ForwardOptions],
-) -> Asked[Any]:
+) -> CallRequest[Any]:
     """Scaled dot-product attention, ``softmax(scale * q @ k.T) @ v`` over the keys each query sees.
 
     Parameters
@@ -196,7 +196,7 @@ def attention(
     returned: Callable[[Sequence[Any]], Any] = tuple if return_lse else first
     inputs, targets = (q, k, v, *arrays), (out, None)
     call = verb, inputs, targets, left, return_lse, backend, values
-    return Asked(*call, returned, memo_of(given.mask))
+    return CallRequest(*call, returned, memo_of(given.mask))
 
 
 def first(results: Sequence[Any]) -> Any:

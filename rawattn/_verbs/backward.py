@@ -13,17 +13,17 @@ from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import AttentionOptions, Options, flag
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._masks.block_mask import memo_of
-from rawattn._runtime.asked import Asked
+from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.option_arrays import differentiated, named_gradients, with_arrays
 from rawattn._runtime.verbs import BACKWARD, FORWARD
 from rawattn._verbs.attention import ArrayT, CallOptions
-from rawattn._verbs.repeats import repeating
+from rawattn._verbs.fast_path import with_fast_path
 
 if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Unpack
 
 
-@repeating(BACKWARD)
+@with_fast_path(BACKWARD)
 @takes_options(AttentionOptions)
 def attention_backward(
     dout: Any,
@@ -39,7 +39,7 @@ def attention_backward(
     into: Gradients | None = None,
     backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[AttentionOptions],
-) -> Asked[Gradients]:
+) -> CallRequest[Gradients]:
     """Gradients of `attention` with respect to q, k, v, the bias, learned sinks and the arrays that a score function captures.
 
     Parameters
@@ -125,7 +125,7 @@ def attention_backward(
     returned = functools.partial(gradients, names, given.score_mod) if names else dense_gradients
     arrays = (*targets[:3], *written)
     call = verb, inputs, arrays, left, deterministic, backend, values
-    return Asked(*call, returned, memo_of(given.mask))
+    return CallRequest(*call, returned, memo_of(given.mask))
 
 
 def dense_gradients(results: Sequence[Any]) -> Gradients:
@@ -149,14 +149,14 @@ _VJP_NAMES = ("q", "k", "v", *_VJP_OPTIONS, "deterministic", "return_lse")
 _UNTRACKED = replace(FORWARD, refuses_gradients=False)
 
 
-@repeating(_UNTRACKED, "out")
+@with_fast_path(_UNTRACKED, "out")
 def _forward(
     q: Any, k: Any, v: Any, *, out: Any = None, backend: Any = None, **options: Any
-) -> Asked[tuple[Any, Any]]:
+) -> CallRequest[tuple[Any, Any]]:
     verb, arrays, values, left = with_arrays(_UNTRACKED, Options(**options), q=q)
     inputs: tuple[Any, ...] = (q, k, v, *arrays)
     memo = memo_of(options.get("mask"))
-    return Asked(verb, inputs, (out, None), left, True, backend, values, tuple, memo)
+    return CallRequest(verb, inputs, (out, None), left, True, backend, values, tuple, memo)
 
 
 class Pullback(Protocol):

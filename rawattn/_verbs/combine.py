@@ -12,10 +12,10 @@ from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.options import DEFAULTS
 from rawattn._interop import dynamo
 from rawattn._kernels.helper_params import MAX_LISTED
-from rawattn._runtime.asked import Asked
+from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.combine import combine_verb
 from rawattn._runtime.stacked import stacked
-from rawattn._verbs.repeats import repeating
+from rawattn._verbs.fast_path import with_fast_path
 
 
 @dynamo.untraced
@@ -78,8 +78,8 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     True
     """
     arrays, *form = read(outs, lses, dtype, out)
-    ask = _asking(*form)
-    return ask(*arrays) if out is None else ask(*arrays, out=out)
+    call = _caller_of(*form)
+    return call(*arrays) if out is None else call(*arrays, out=out)
 
 
 def read(
@@ -100,21 +100,21 @@ def read(
 
 
 @lru_cache(maxsize=256)
-def _asking(outs: int, lses: int, dtype: str | None) -> Callable[..., tuple[Any, Any]]:
+def _caller_of(outs: int, lses: int, dtype: str | None) -> Callable[..., tuple[Any, Any]]:
     """A function that makes calls with so many arrays, which it takes by position."""
     verb = combine_verb(outs, lses, dtype)
 
-    def ask(*arrays: Any, out: Any = None) -> Asked[tuple[Any, Any]]:
+    def read_call(*arrays: Any, out: Any = None) -> CallRequest[tuple[Any, Any]]:
         returned: Any = tuple
-        return Asked(verb, arrays, (out, None), DEFAULTS, False, None, (), returned)
+        return CallRequest(verb, arrays, (out, None), DEFAULTS, False, None, (), returned)
 
-    ask.__name__ = f"combine of {outs} and {lses} to {dtype}"
+    read_call.__name__ = f"combine of {outs} and {lses} to {dtype}"
     positional = [
         inspect.Parameter(f"array{n}", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         for n in range(len(verb.inputs))
     ]
-    *_, out = inspect.signature(ask).parameters.values()
-    vars(ask)["__signature__"] = inspect.Signature(
-        [*positional, out], return_annotation="Asked[tuple[Any, Any]]"
+    *_, out = inspect.signature(read_call).parameters.values()
+    vars(read_call)["__signature__"] = inspect.Signature(
+        [*positional, out], return_annotation="CallRequest[tuple[Any, Any]]"
     )
-    return repeating(verb, "out")(ask)
+    return with_fast_path(verb, "out")(read_call)

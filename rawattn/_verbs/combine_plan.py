@@ -8,7 +8,7 @@ from rawattn._call import partials
 from rawattn._call.options import DEFAULTS
 from rawattn._call.partials import Given
 from rawattn._interop.arrays import framework_of
-from rawattn._interop.native import native
+from rawattn._interop.native import native_of
 from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._runtime import dispatch
 from rawattn._runtime.combine import combine_verb
@@ -66,8 +66,8 @@ class CombinePlan(Plan):
 
 def _is_native(array: Any) -> bool:
     """Whether an array is CuPy's or a CUDA tensor of torch, for which plans own kernels and memory."""
-    own = native(framework_of(array))
-    return own is not None and own.read((array,), 1) is not None
+    native = native_of(framework_of(array))
+    return native is not None and native.read((array,), 1) is not None
 
 
 def _like(given: Any, planned: Given) -> Given:

@@ -16,10 +16,10 @@ from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._interop.integers import import_integers
-from rawattn._runtime.asked import Asked
+from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import PAGED, Verb, with_scales
-from rawattn._verbs import page_repeats
+from rawattn._verbs import paged_fast_path
 from rawattn._verbs.attention import CallOptions, first
 
 if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
@@ -85,7 +85,7 @@ def paged_attention(
 ) -> ArrayT | tuple[ArrayT, Any]: ...
 
 
-@page_repeats.repeating(page_repeats.of_paged_attention)
+@paged_fast_path.with_fast_path(paged_fast_path.of_paged_attention)
 @takes_options(ForwardOptions)
 def paged_attention(
     q: Any,
@@ -101,7 +101,7 @@ def paged_attention(
     validate: bool = False,
     backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[ForwardOptions],
-) -> Asked[Any]:
+) -> CallRequest[Any]:
     """Attention to keys and values that are stored in the pages of a cache.
 
     Key j of sequence b is row ``j % page_size`` of page ``block_table[b, j // page_size]``. Everything else, including
@@ -212,7 +212,7 @@ def paged_attention(
     inputs += more
     returned: Callable[[Sequence[Any]], Any] = tuple if return_lse else first
     targets = (out, None)
-    return Asked(verb, inputs, targets, left, return_lse, backend, numbers + values, returned)
+    return CallRequest(verb, inputs, targets, left, return_lse, backend, numbers + values, returned)
 
 
 def read_pages(

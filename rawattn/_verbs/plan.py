@@ -18,13 +18,13 @@ from rawattn._call.options import Options, flag, shown
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._forgetting import make_room
 from rawattn._interop import arrays, dynamo
-from rawattn._interop.native import native
+from rawattn._interop.native import native_of
 from rawattn._jax import eager
 from rawattn._runtime import dispatch
 from rawattn._runtime.calls import refuse_gradients
 from rawattn._runtime.option_arrays import caller_names, named_gradients, with_arrays
+from rawattn._runtime.plan_fast_path import SLOW_PATH, Repeat
 from rawattn._runtime.planned import GpuPlan
-from rawattn._runtime.planned_repeats import UNLIKE, Repeat
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, first
@@ -79,14 +79,14 @@ class Plan:
         self._gpu: GpuPlan | None = None
         self._repeat: Repeat | None = None
         self._repeats: dict[tuple[Any, ...], Repeat] = {}  # calls that pass arrays by name
-        own = native(arrays.framework_of(inputs[verb.q]))
-        if own is not None and backend != "cpu":
-            read = own.read((*inputs, *targets), verb.required)
+        native = native_of(arrays.framework_of(inputs[verb.q]))
+        if native is not None and backend != "cpu":
+            read = native.read((*inputs, *targets), verb.required)
             if read is not None:
                 if read[2]:
                     refuse_gradients(verb, options, inputs, targets)
                 self._gpu = GpuPlan(
-                    verb, own, read, inputs, targets, options, flag, returned, values
+                    verb, native, read, inputs, targets, options, flag, returned, values
                 )
                 self._repeat = self._gpu.repeat
         if self._gpu is None:  # planning raises every error that the call has
@@ -101,7 +101,7 @@ class Plan:
             return self._call(*args, **named)
         if not named:
             result = self._repeat(args)
-            return self._call(*args) if result is UNLIKE else result
+            return self._call(*args) if result is SLOW_PATH else result
         if "into" in named:
             key, given = self._call_key(args, named)
         else:
@@ -109,7 +109,7 @@ class Plan:
         repeat = self._repeats.get(key)
         if repeat is not None:
             result = repeat(given)
-            if result is not UNLIKE:
+            if result is not SLOW_PATH:
                 return result
         result = self._call(*args, **named)
         if repeat is None:

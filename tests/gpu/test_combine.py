@@ -9,7 +9,7 @@ import pytest
 
 import rawattn
 from rawattn import reference
-from rawattn._verbs import repeats
+from rawattn._verbs import fast_path
 from tests.gpu.gate import closed, of_torch, still_closed
 from tests.partials import DTYPES, FORMS, Call, Form, call_of, pieces
 
@@ -243,10 +243,10 @@ def test_repeated_calls_have_arrays_of_their_own(
 ) -> None:
     call = call_of(form)
     made: list[Any] = []
-    run = repeats.dispatch.run
-    monkeypatch.setattr(repeats.dispatch, "run", lambda *x: made.append(x) or run(*x))
-    for name in repeats.known:
-        monkeypatch.setitem(repeats.known, name, {})
+    run = fast_path.dispatch.run
+    monkeypatch.setattr(fast_path.dispatch, "run", lambda *x: made.append(x) or run(*x))
+    for name in fast_path.closures_by_call:
+        monkeypatch.setitem(fast_path.closures_by_call, name, {})
 
     def turned(arrays: Any, n: int) -> Any:
         """In another order, which changes no result."""

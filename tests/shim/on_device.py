@@ -16,8 +16,8 @@ from rawattn._interop import arrays, native
 from rawattn._interop.native import View
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import on_gpu, planned
+from rawattn._verbs import fast_path, plan_arguments
 from rawattn._verbs import paged as paged_verb
-from rawattn._verbs import plan_arguments, repeats
 from tests.shim.device import Allocator, Device
 from tests.shim.shim import POISON
 from tests.shim.whole import InMemory
@@ -104,8 +104,8 @@ def installed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Native:
     monkeypatch.setitem(arrays._frameworks, OnDevice, "machine")
     monkeypatch.setitem(native._made, "machine", own)  # type: ignore[arg-type]
     monkeypatch.setattr(on_gpu, "_prepared", {})
-    for verb in repeats.known:
-        monkeypatch.setitem(repeats.known, verb, {})
+    for verb in fast_path.closures_by_call:
+        monkeypatch.setitem(fast_path.closures_by_call, verb, {})
     monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
     monkeypatch.setattr(planned.streams, "is_capturing", lambda stream: False)
     monkeypatch.setattr(planned.streams, "order", lambda *streams: None)

@@ -17,7 +17,7 @@ from rawattn._kernels.portable import combine as twin
 from rawattn._runtime import on_gpu
 from rawattn._runtime.combine import combine_verb
 from rawattn._runtime.option_arrays import Given
-from rawattn._verbs import repeats
+from rawattn._verbs import fast_path
 from rawattn._verbs.combine import read
 from tests import exhaustive
 from tests.partials import FORMS, Call, Form, call_of
@@ -115,13 +115,13 @@ class Gpu:
     def __init__(self, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.asked = Device(Machine(builder)), 0
         self.own: Native = installed(self.device, monkeypatch)
-        run = repeats.dispatch.run
+        run = fast_path.dispatch.run
 
         def counted(*given: Any) -> Any:
             self.asked += 1
             return run(*given)
 
-        monkeypatch.setattr(repeats.dispatch, "run", counted)
+        monkeypatch.setattr(fast_path.dispatch, "run", counted)
 
     def put(self, given: Any) -> Any:
         if isinstance(given, list):
@@ -172,7 +172,7 @@ def test_copies_of_a_captured_call_are_the_graphs(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[Any] = []
-    monkeypatch.setattr(on_gpu.graphs, "hold", lambda *x: held.extend(x))
+    monkeypatch.setattr(on_gpu.graphs, "keep_forever", lambda *x: held.extend(x))
     call = call_of(Form(layout="mixed"))
     for capturing in (False, True):
         monkeypatch.setattr(on_gpu.streams, "is_capturing", lambda stream, now=capturing: now)

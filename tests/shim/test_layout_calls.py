@@ -17,7 +17,7 @@ from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
 from rawattn._call.structure import structure
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED
-from rawattn._verbs import repeats
+from rawattn._verbs import fast_path
 from tests.shim.device import MakeDevice
 from tests.shim.on_device import Put
 from tests.shim.test_scores import BFLOAT16, normal
@@ -28,13 +28,13 @@ from tests.shim.whole import small_tiles
 def bound(monkeypatch: pytest.MonkeyPatch) -> list[Lengths]:
     """What repeated calls have bound."""
     found: list[Lengths] = []
-    original = repeats._bound
+    original = fast_path._bound
 
     def counted(*args: Any) -> Lengths:
         found.append(original(*args))
         return found[-1]
 
-    monkeypatch.setattr(repeats, "_bound", counted)
+    monkeypatch.setattr(fast_path, "_bound", counted)
     return found
 
 
@@ -76,7 +76,7 @@ def test_layouts_that_differ_in_values(put: Put, bound: list[Lengths], name: str
         on_host = SeqLayout(**integers, max_seqlen_q=19)
         verify(attention(*given, seqs=seqs, causal=True), qkv, seqs=on_host, causal=True)
     assert not bound
-    assert len(repeats.known["attention"]) == 1
+    assert len(fast_path.closures_by_call["attention"]) == 1
 
 
 def test_layouts_that_are_told_apart(put: Put) -> None:

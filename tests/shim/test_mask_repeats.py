@@ -10,7 +10,7 @@ import pytest
 
 import rawattn
 from rawattn import BlockMask, reference
-from rawattn._verbs import repeats
+from rawattn._verbs import fast_path
 from tests.shim.device import Device
 from tests.shim.launch import Machine
 from tests.shim.on_device import OnDevice, installed, mask_on_device
@@ -26,13 +26,13 @@ class Gpu:
     def __init__(self, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.asked = Device(Machine(builder)), 0
         self.own = installed(self.device, monkeypatch)
-        run = repeats.dispatch.run
+        run = fast_path.dispatch.run
 
         def counted(*given: Any) -> Any:
             self.asked += 1
             return run(*given)
 
-        monkeypatch.setattr(repeats.dispatch, "run", counted)
+        monkeypatch.setattr(fast_path.dispatch, "run", counted)
 
     def put(self, *arrays: Any) -> list[OnDevice]:
         return [OnDevice(self.device, x, readonly=False) for x in arrays]

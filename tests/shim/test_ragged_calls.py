@@ -79,7 +79,7 @@ def test_a_plan_leaves_padding_rows_of_arrays_to_write(
         call = calls.prepare(
             given.verb, [*inputs, None, None], given.options, True, 0, 0, "numpy", ()
         )
-    own = call.prepared.own(Allocator(device), 0, call.lengths)
+    own = call.prepared.plan_memory(Allocator(device), 0, call.lengths)
     real = np.zeros(rows, bool)
     for span in FILLED:
         real[span] = True

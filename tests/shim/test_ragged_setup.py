@@ -190,7 +190,7 @@ def test_a_plan_fills_its_own_padding_and_not_the_caller_s(device: Device, on_de
     gaps = {**SMALL, **GAPS, "on_device": on_device, "max_seqlen": True}
     case = ragged("plan", (30, 9, 0), (50, 1, 70), **gaps)
     runs = Runs(device, case)
-    own = runs.prepared().own(Allocator(device), 0, runs.lengths)
+    own = runs.prepared().plan_memory(Allocator(device), 0, runs.lengths)
     assert device.launched == ([] if on_device else [CARRYING])
     rows = runs.call.inputs.rows
     before = strided_view(runs.call.out, runs.operands["out"])

@@ -1,4 +1,4 @@
-"""`Asked`: a call whose arguments have been read, ready for the dispatcher. Its arrays are not checked yet."""
+"""`CallRequest`: a call whose arguments have been read, ready for the dispatcher. Its arrays are not checked yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[Result]):
+class CallRequest(Generic[Result]):
     """A call as the dispatcher takes it.
 
     inputs: the verb's arrays. targets: for each output an array to write, or None. flag: see `Verb`.

@@ -1,8 +1,9 @@
 """Fast path of repeated calls: a call like an earlier one is launched without checking or planning it again.
 
-On the slow path a verb's own function checks its arguments and returns an `Asked`, and the dispatcher prepares and runs it.
-The prepared launches are kept in `known`. The key is the form of the arrays (shapes, strides, dtypes, device) and the names,
-values and types of the options as the caller wrote them. The next call with the same key takes the launches from there.
+On the slow path a verb's own function checks its arguments and returns a `CallRequest`; the dispatcher prepares and runs it.
+A closure that launches the call again is kept in `closures_by_call`. The key is the form of the arrays (shapes, strides,
+dtypes, device) and the names, values and types of the options as the caller wrote them. The next call with the same key
+runs that closure.
 
 Options that are arrays of the first array's type are read as that is. A `BlockMask` has a fast path too, if no other option
 holds arrays. Calls with other options that hold arrays (a `ScoreMod`), or that become numbers for kernels (a seed with
@@ -32,13 +33,13 @@ from rawattn._interop.arrays import (
     refuse_jit_trace,
 )
 from rawattn._interop.forward_mode import refuse_tangents
-from rawattn._interop.native import Native, Read, native
+from rawattn._interop.native import Native, Read, native_of
 from rawattn._interop.written import tell_written
 from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import dispatch, on_gpu
-from rawattn._runtime.asked import Asked
+from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.option_arrays import ARRAYS
 from rawattn._runtime.verbs import Verb
 
@@ -46,8 +47,8 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 # For each function, by its name: repeatable calls by key. A layout is in the key by its structure, not its values.
-known: dict[str, dict[Any, Any]] = {}
-_MAX_KNOWN = 512  # entries for each function
+closures_by_call: dict[str, dict[Any, Any]] = {}
+_MAX_CLOSURES = 512  # entries for each function
 _MAX_KEPT = 32  # entries of `SeqLayout._calls`
 
 # Options that may be arrays, in the order of a verb's inputs.
@@ -57,33 +58,33 @@ _ARRAYS = ("dlse", *ARRAYS, "seed")
 _PLAIN = {bool, int, float, str, tuple, type(None)}
 
 
-def repeating(
+def with_fast_path(
     verb: Verb, out: str = ""
-) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
-    """Decorator: turns a verb's own function, which returns an `Asked`, into the public function, with a fast path.
+) -> Callable[[Callable[Parameters, CallRequest[Result]]], Callable[Parameters, Result]]:
+    """Decorator: turns a verb's own function, which returns a `CallRequest`, into the public function, with a fast path.
 
     out: the name of the option that is the array to write, which is the first output.
     """
 
-    def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
-        signature = inspect.signature(ask)
+    def decorate(read_call: Callable[..., CallRequest[Result]]) -> Callable[..., Result]:
+        signature = inspect.signature(read_call)
         parameters = signature.parameters.values()
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
-        count, name = len(names), ask.__name__
+        count, name = len(names), read_call.__name__
         kinds = argument_kinds(f"rawattn.{name}", signature)
         # By the type of the first array: functions that read a call's arrays, without and with an array to write.
         readers: dict[type, Callable[..., Read | None]] = {}
         writers: dict[type, Callable[..., Read | None]] = {}
         natives: dict[type, Native] = {}  # these make readers of more arrays, for arrays of options
 
-        @functools.wraps(ask)
+        @functools.wraps(read_call)
         def call(*args: Any, **options: Any) -> Result:
             # First read the arrays and split the options; then find the call by its key and repeat it, or take the slow path.
-            # spelled: the options' part of the key. written: the array to write. starts: a layout of starts on the host.
+            # options_key: the options' part of the key. written: the array to write. starts: a layout of starts on the host.
             # lengths: what a repeated call takes for its layout. read stays None if there is no fast path.
-            spelled = written = lengths = starts = key = read = None
+            options_key = written = lengths = starts = key = read = None
             seqs: Any = None
-            beside: tuple[Any, ...] = ()  # arrays of options
+            option_arrays: tuple[Any, ...] = ()
             mask: BlockMask | None = None
             # The commonest calls come first: arrays only, then only a layout, then only an array to write.
             if not options and len(args) == count:
@@ -105,12 +106,12 @@ def repeating(
                     types = tuple(map(type, options.values()))
                     kind = type(args[0])
                     if BlockMask in types:
-                        mask = _mask_alone(options, kind, natives)
+                        mask = _mask_with_fast_path(options, kind, natives)
                         if mask is None:
                             reader = None
                         else:
                             others = {n: x for n, x in options.items() if n != "mask"}
-                            spelled, _, written, _ = _spelling(others, out, kind)
+                            options_key, _, written, _ = _split_options(others, out, kind)
                             if written is not None:
                                 reader = writers[kind]
                     elif (
@@ -119,25 +120,27 @@ def repeating(
                         or kind in types
                         or options.get(out) is not None
                     ):
-                        spelled, seqs, written, beside = _spelling(options, out, kind)
-                        if beside:
-                            more = count + len(beside) + (written is not None)
+                        options_key, seqs, written, option_arrays = _split_options(
+                            options, out, kind
+                        )
+                        if option_arrays:
+                            more = count + len(option_arrays) + (written is not None)
                             reader = natives[kind].reader(more)
                         elif written is not None:
                             reader = writers[kind]
                     else:
-                        spelled = (*options.items(), *types)
+                        options_key = (*options.items(), *types)
                     if reader is None:
                         pass
                     elif written is None:
-                        read = reader(*args, *beside)
+                        read = reader(*args, *option_arrays)
                     else:
-                        read = reader(*args, *beside, written)
+                        read = reader(*args, *option_arrays, written)
             if read is not None:
                 addresses, form, tracked = read
                 repeat = None
                 # A layout keeps its last call of each verb: repeating that one needs no key.
-                alone = spelled is None and type(seqs) is SeqLayout
+                alone = options_key is None and type(seqs) is SeqLayout
                 if alone and (latest := seqs._calls.get(name)) is not None and latest[0] == form:
                     _, lengths, repeat = latest
                 else:
@@ -157,13 +160,13 @@ def repeating(
                                     layout_key,
                                     bounds_of(seqs._start_values, seqs._arrays, rows_q, rows_k),
                                 )
-                            spelled = spelled, layout_key
-                        key = form if spelled is None else (form, spelled)
+                            options_key = options_key, layout_key
+                        key = form if options_key is None else (form, options_key)
                         if mask is not None:
                             q = args[verb.q]
                             located = mask.located(q, form[4 * verb.q + 3], natives[kind].address)
-                            key = (form, spelled, located.key)
-                        repeat = known[name].get(key)
+                            key = (form, options_key, located.key)
+                        repeat = closures_by_call[name].get(key)
                         if starts is not None and repeat is not None:
                             lengths = _of_starts(starts, repeat)
                     except (TypeError, ValueError, IndexError, AttributeError):
@@ -175,7 +178,10 @@ def repeating(
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and is_recording():
                         refuse = refuse_gradients if verb.refuses_gradients else refuse_tangents
-                        refuse(_named(verb.inputs[:count], options, beside), (*args, *beside))
+                        refuse(
+                            _named(verb.inputs[:count], options, option_arrays),
+                            (*args, *option_arrays),
+                        )
                         if written is not None:
                             refuse_gradients_of_written((out,), (written,))
                     if mask is not None:
@@ -185,64 +191,68 @@ def repeating(
                         if written is not None:
                             tell_written(written)
                         return result  # type: ignore[no-any-return]
-            return anew(args, options, key, beside, mask)
+            return slow_path(args, options, key, option_arrays, mask)
 
         @dynamo.untraced
-        def anew(
+        def slow_path(
             args: tuple[Any, ...],
             options: dict[str, Any],
             key: Any,
-            beside: tuple[Any, ...],
+            option_arrays: tuple[Any, ...],
             mask: BlockMask | None,
         ) -> Result:
             if len(args) != count:
                 check_arguments(kinds, args, options)
-            asked = ask(*args, **options)
-            inputs, targets, returned = asked.inputs, asked.targets, asked.returned
-            call = asked.verb, inputs, targets, asked.options, asked.flag
+            request = read_call(*args, **options)
+            inputs, targets, returned = request.inputs, request.targets, request.returned
+            call = request.verb, inputs, targets, request.options, request.flag
             framework = framework_of(inputs[verb.q])
             if framework == "torch":
                 refuse_jit_trace()
-            own: Any
+            native: Any
             results: Sequence[Any]
-            programs = framework == "jax" and eager.takes(*call[:4], asked.backend)
+            programs = framework == "jax" and eager.takes(*call[:4], request.backend)
             if programs:
-                results = eager.attention(inputs, asked.options, asked.flag)
-                own = eager.Jax(type(inputs[verb.q]))
+                results = eager.attention(inputs, request.options, request.flag)
+                native = eager.Jax(type(inputs[verb.q]))
             else:
-                results = dispatch.run(*call, asked.backend, asked.values, asked.memo)
-                own = native(framework)
-            if own is None or selection() is not UNCHANGED or asked.backend == "cpu":
+                results = dispatch.run(*call, request.backend, request.values, request.memo)
+                native = native_of(framework)
+            if native is None or selection() is not UNCHANGED or request.backend == "cpu":
                 return returned(results)
-            if (kind := type(args[0])) not in readers and kind in own.kinds:
+            if (kind := type(args[0])) not in readers and kind in native.kinds:
                 # `readers` last: a thread that finds an entry there expects one in the other two.
-                natives[kind] = own
-                writers[kind] = own.reader(count + 1)
-                readers[kind] = own.reader(count)
-            elif key is not None and _is_told(verb, asked, args, options, key, out, beside, mask):
+                natives[kind] = native
+                writers[kind] = native.reader(count + 1)
+                readers[kind] = native.reader(count)
+            elif key is not None and _key_is_complete(
+                verb, request, args, options, key, out, option_arrays, mask
+            ):
                 repeat: Any
                 if programs:
-                    repeat = eager.repeated(asked.options, asked.flag)
+                    repeat = eager.repeated(request.options, request.flag)
                 else:
                     masked = mask is not None
                     keyed = getattr(options.get("seqs"), "_key", None) is not None
-                    repeat = on_gpu.repeated(own, *call, framework, returned, masked, keyed)
+                    repeat = on_gpu.repeated(native, *call, framework, returned, masked, keyed)
                 if repeat is not None:
-                    remember(known[name], key, repeat)
+                    remember_call(closures_by_call[name], key, repeat)
             return returned(results)
 
-        known[name] = {}
-        return shown(call, ask)
+        closures_by_call[name] = {}
+        return with_signature_of(call, read_call)
 
     return decorate
 
 
-def shown(call: Callable[..., Result], ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
-    """`call` with the signature of `ask`, whose return annotation ``Asked[Result]`` becomes ``Result``."""
-    signature = inspect.signature(ask)
-    result = signature.return_annotation.removeprefix("Asked[").removesuffix("]")
+def with_signature_of(
+    call: Callable[..., Result], read_call: Callable[..., CallRequest[Result]]
+) -> Callable[..., Result]:
+    """`call` with the signature of `read_call`, whose return annotation ``CallRequest[Result]`` becomes ``Result``."""
+    signature = inspect.signature(read_call)
+    result = signature.return_annotation.removeprefix("CallRequest[").removesuffix("]")
     vars(call)["__signature__"] = signature.replace(return_annotation=result)
-    call.__annotations__ = {**ask.__annotations__, "return": result}
+    call.__annotations__ = {**read_call.__annotations__, "return": result}
     return call
 
 
@@ -259,7 +269,7 @@ def _by_position(
     return (*args, *[options.pop(name) for name in missing])
 
 
-def _spelling(
+def _split_options(
     options: Mapping[str, Any], out: str, kind: type
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """The options' part of a key (None without options), the layout, the array to write, and other arrays, of type `kind`.
@@ -267,21 +277,21 @@ def _spelling(
     Types are part of the key: True == 1 == 1.0, but an option may accept only one of them.
     """
     names = [name for name in options if name not in ("seqs", out)]
-    spelled: Any = None
-    beside: tuple[Any, ...] = ()
+    options_key: Any = None
+    option_arrays: tuple[Any, ...] = ()
     if names:
         types = [type(options[name]) for name in names]
         if kind in types:
-            beside = tuple([x for name in _ARRAYS if type(x := options.get(name)) is kind])
+            option_arrays = tuple([x for name in _ARRAYS if type(x := options.get(name)) is kind])
             values = tuple([x if type(x := options[name]) is not kind else None for name in names])
         else:
             values = tuple([options[name] for name in names])
         types += [type(end) for x in values if type(x) is tuple for end in x]  # of a window
-        spelled = (*names, values, *types)
-    return spelled, options.get("seqs"), options.get(out), beside
+        options_key = (*names, values, *types)
+    return options_key, options.get("seqs"), options.get(out), option_arrays
 
 
-def _mask_alone(
+def _mask_with_fast_path(
     options: Mapping[str, Any], kind: type, natives: Mapping[type, Any]
 ) -> BlockMask | None:
     """The mask of a call that has a fast path for it: without `seqs`, on arrays that are not JAX's. Else None."""
@@ -311,53 +321,53 @@ def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     return bind(seqs, batch=batch, rows_q=rows_q, rows_k=rows_k)
 
 
-def _is_told(
+def _key_is_complete(
     verb: Verb,
-    asked: Asked[Any],
+    request: CallRequest[Any],
     args: tuple[Any, ...],
     options: Mapping[str, Any],
     key: Any,
     out: str,
-    beside: tuple[Any, ...],
+    option_arrays: tuple[Any, ...],
     mask: BlockMask | None,
 ) -> bool:
     """Whether every call with the same `key` is the same call but for addresses, so that this one's launches serve it."""
     if mask is not None:
         others = {name: x for name, x in options.items() if name != "mask"}
-        mine = all(name.startswith("mask_") for name in asked.verb.extras)
-        return mine and are_plain(others, out) and not asked.values
-    if beside:
+        mine = all(name.startswith("mask_") for name in request.verb.extras)
+        return mine and are_plain(others, out) and not request.values
+    if option_arrays:
         # The widths of a kernel's accesses to an option's array depend on its address modulo 16, so all addresses must be
         # aligned. No layout: lengths are checked against the shapes of such arrays at each call.
-        inputs = [x for x in asked.inputs if x is not None]
-        same = [x is y for x, y in zip(inputs, (*args, *beside), strict=False)]
+        inputs = [x for x in request.inputs if x is not None]
+        same = [x is y for x, y in zip(inputs, (*args, *option_arrays), strict=False)]
         return (
-            are_plain(options, out, beside)
+            are_plain(options, out, option_arrays)
             and options.get("seqs") is None
-            and len(inputs) == len(same) == len(args) + len(beside)
+            and len(inputs) == len(same) == len(args) + len(option_arrays)
             and all(same)
             and key[0][-1] == 0
-            and not asked.values
+            and not request.values
         )
     # The key has only the OR of all addresses modulo 16. It says something about each of `extras` only where it is 0.
     aligned = not verb.extras or key[-1] == 0
-    return asked.verb is verb and aligned and are_plain(options, out)
+    return request.verb is verb and aligned and are_plain(options, out)
 
 
-def are_plain(options: Mapping[str, Any], out: str, beside: tuple[Any, ...] = ()) -> bool:
-    """Whether all options but `out` and the arrays `beside` have types of `_PLAIN`, or are a layout."""
+def are_plain(options: Mapping[str, Any], out: str, option_arrays: tuple[Any, ...] = ()) -> bool:
+    """Whether all options but `out` and `option_arrays` have types of `_PLAIN`, or are a layout."""
     found = {type(x) for name, x in options.items() if name != out} - {SeqLayout}
     found |= {type(end) for x in options.values() if type(x) is tuple for end in x}
-    return found - {type(x) for x in beside} <= _PLAIN
+    return found - {type(x) for x in option_arrays} <= _PLAIN
 
 
 def _named(
-    names: Sequence[str], options: Mapping[str, Any], beside: tuple[Any, ...]
+    names: Sequence[str], options: Mapping[str, Any], option_arrays: tuple[Any, ...]
 ) -> tuple[str, ...]:
-    """The names of the arrays that a call reads: `names`, then those of the options' arrays `beside`."""
-    return (*names, *[next(name for name in options if options[name] is x) for x in beside])
+    """The names of the arrays that a call reads: `names`, then those of `option_arrays`."""
+    return (*names, *[next(name for name in options if options[name] is x) for x in option_arrays])
 
 
-def remember(table: dict[Any, Any], key: Any, repeat: Any) -> None:
-    make_room(table, _MAX_KNOWN)
+def remember_call(table: dict[Any, Any], key: Any, repeat: Any) -> None:
+    make_room(table, _MAX_CLOSURES)
     table[key] = repeat

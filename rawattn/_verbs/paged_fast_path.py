@@ -1,6 +1,6 @@
 """Fast path of repeated calls on pages: decoding steps whose lengths and page ids are on the GPU, where kernels read them.
 
-The counterpart of `repeats`, which handles layouts. Here the lengths are one more array of the call, so the form of the
+The counterpart of `fast_path`, which handles layouts. Here the lengths are one more array of the call, so the form of the
 arrays and the values of the options are the whole key.
 """
 
@@ -14,13 +14,19 @@ from typing import Any, NamedTuple, TypeVar
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._interop import dynamo
 from rawattn._interop.arrays import framework_of
-from rawattn._interop.native import Read, native
+from rawattn._interop.native import Read, native_of
 from rawattn._interop.written import tell_written
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, read_lengths
-from rawattn._runtime.asked import Asked
-from rawattn._runtime.read_lengths import ANEW
-from rawattn._verbs.repeats import Parameters, are_plain, known, remember, shown
+from rawattn._runtime.call_request import CallRequest
+from rawattn._runtime.read_lengths import SLOW_PATH
+from rawattn._verbs.fast_path import (
+    Parameters,
+    are_plain,
+    closures_by_call,
+    remember_call,
+    with_signature_of,
+)
 
 Result = TypeVar("Result")
 
@@ -37,23 +43,23 @@ class Gathered(NamedTuple):
     options: dict[str, Any]
 
 
-def repeating(
+def with_fast_path(
     gather: Callable[[tuple[Any, ...], dict[str, Any]], Gathered | None],
     written: tuple[int, ...] = (),
-) -> Callable[[Callable[Parameters, Asked[Result]]], Callable[Parameters, Result]]:
-    """Decorator: turns a verb's own function, which returns an `Asked`, into the public function, with a fast path.
+) -> Callable[[Callable[Parameters, CallRequest[Result]]], Callable[Parameters, Result]]:
+    """Decorator: turns a verb's own function, which returns a `CallRequest`, into the public function, with a fast path.
 
     gather: gathers the arguments of a call, or returns None if the call has no fast path.
     written: the indices of arrays that a call changes, among the gathered ones.
     """
 
-    def decorate(ask: Callable[..., Asked[Result]]) -> Callable[..., Result]:
-        name = ask.__name__
-        kinds = argument_kinds(f"rawattn.{name}", inspect.signature(ask))
+    def decorate(read_call: Callable[..., CallRequest[Result]]) -> Callable[..., Result]:
+        name = read_call.__name__
+        kinds = argument_kinds(f"rawattn.{name}", inspect.signature(read_call))
         # By the type of the first array and the number of arrays.
         readers: dict[tuple[type, int], Callable[..., Read | None]] = {}
 
-        @functools.wraps(ask)
+        @functools.wraps(read_call)
         def call(*args: Any, **options: Any) -> Result:
             gathered = gather(args, options)
             key = read = None
@@ -72,50 +78,50 @@ def repeating(
                     types = [type(x) for x in values]
                     types += [type(end) for x in values if type(x) is tuple for end in x]
                     key = form, alignments, out is None, *others, values, *types
-                    repeat = known[name].get(key)
+                    repeat = closures_by_call[name].get(key)
                 except TypeError:  # an option that cannot be hashed
                     repeat = key = None
                 if repeat is not None and not tracked and selection() is UNCHANGED:
                     result = repeat(addresses, out)
-                    if result is not ANEW:
+                    if result is not SLOW_PATH:
                         if out is not None:
                             tell_written(out)
                         if written:
                             tell_written(*[arrays[n] for n in written])
                         return result  # type: ignore[no-any-return]
-            return anew(args, options, gathered, key)
+            return slow_path(args, options, gathered, key)
 
         @dynamo.untraced
-        def anew(
+        def slow_path(
             args: tuple[Any, ...], options: dict[str, Any], gathered: Gathered | None, key: Any
         ) -> Result:
             check_arguments(kinds, args, options)
-            asked = ask(*args, **options)
-            call = asked.verb, asked.inputs, asked.targets, asked.options, asked.flag
-            results = dispatch.run(*call, asked.backend, asked.values)
-            framework = framework_of(asked.inputs[asked.verb.q])
-            own = native(framework)
+            request = read_call(*args, **options)
+            call = request.verb, request.inputs, request.targets, request.options, request.flag
+            results = dispatch.run(*call, request.backend, request.values)
+            framework = framework_of(request.inputs[request.verb.q])
+            native = native_of(framework)
             if (
                 gathered is None
-                or own is None
+                or native is None
                 or selection() is not UNCHANGED
-                or asked.backend == "cpu"
+                or request.backend == "cpu"
             ):
-                return asked.returned(results)
+                return request.returned(results)
             arrays, out, others = gathered
             if out is not None:
                 arrays = (*arrays, out)
             form = type(arrays[0]), len(arrays)
-            if form not in readers and form[0] in own.kinds:
-                readers[form] = own.reader(form[1])
+            if form not in readers and form[0] in native.kinds:
+                readers[form] = native.reader(form[1])
             elif key is not None and are_plain(others, ""):
-                repeat = read_lengths.repeated(own, asked, arrays, framework)
+                repeat = read_lengths.repeated(native, request, arrays, framework)
                 if repeat is not None:
-                    remember(known[name], key, repeat)
-            return asked.returned(results)
+                    remember_call(closures_by_call[name], key, repeat)
+            return request.returned(results)
 
-        known[name] = {}
-        return shown(call, ask)
+        closures_by_call[name] = {}
+        return with_signature_of(call, read_call)
 
     return decorate
 

@@ -18,11 +18,11 @@ from rawattn._interop.native import Native, Read
 from rawattn._interop.written import tell_written, teller
 from rawattn._runtime import on_gpu
 from rawattn._runtime.option_arrays import caller_names
-from rawattn._runtime.prepared import Own
+from rawattn._runtime.prepared import PlanMemory
 from rawattn._runtime.verbs import Verb
 
 # Returned by a `Repeat` that has done nothing, since the call is not like the earlier one.
-UNLIKE: Any = object()
+SLOW_PATH: Any = object()
 
 Repeat = Callable[[Sequence[Any]], Any]
 
@@ -36,12 +36,12 @@ class Planned:
     values: numbers of options for the kernels.
     alignment: in bytes, the one that the addresses of all arrays but `extras` must have. alignments: the addresses of `extras`
     modulo 16.
-    pairs: inputs that must not share memory. changed: indices of inputs that a call writes.
+    possible_overlaps: inputs that must not share memory. changed: indices of inputs that a call writes.
     memory: scratch and counters of the plan, with its launches. streams: those on which calls have been launched.
     """
 
     verb: Verb
-    own: Native
+    native: Native
     device: int
     options: Options
     inputs: tuple[Any, ...]
@@ -50,9 +50,9 @@ class Planned:
     values: tuple[int, ...]
     alignment: int
     alignments: tuple[int, ...]
-    pairs: tuple[on_gpu.Pair, ...]
+    possible_overlaps: tuple[on_gpu.PossibleOverlap, ...]
     changed: tuple[int, ...]
-    memory: Own
+    memory: PlanMemory
     streams: set[int] = field(default_factory=set)
 
     @property
@@ -63,15 +63,17 @@ class Planned:
     def addresses(self) -> list[int]:
         """All addresses of a run with the arrays of planning time."""
         named = (*self.inputs, *self.results)
-        own = [0 if x is None else self.own.address(x) for x in named]
-        return [*own, *self.values, *self.memory.tail]
+        first = [0 if x is None else self.native.address(x) for x in named]
+        return [*first, *self.values, *self.memory.tail]
 
     def are_aligned(self, addresses: Sequence[int]) -> bool:
         """Whether all arrays but `extras` have the plan's alignment."""
-        return not on_gpu.together(self.verb, addresses) & (self.alignment - 1)
+        return not on_gpu.ored_addresses(self.verb, addresses) & (self.alignment - 1)
 
-    def are_apart(self, addresses: Sequence[int]) -> bool:
-        return not self.pairs or on_gpu.are_apart(self.pairs, addresses)
+    def surely_disjoint(self, addresses: Sequence[int]) -> bool:
+        return not self.possible_overlaps or on_gpu.surely_disjoint(
+            self.possible_overlaps, addresses
+        )
 
     def begin_alike(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses of `extras` modulo 16 are those of planning time."""
@@ -81,36 +83,36 @@ class Planned:
 def by_position(planned: Planned) -> Repeat:
     """The fast path of calls that give arrays by position only and write to the results of planning time.
 
-    It returns `UNLIKE`, and has done nothing, if the arrays are not like those of planning time.
+    It returns `SLOW_PATH`, and has done nothing, if the arrays are not like those of planning time.
     """
-    own, device, verb = planned.own, planned.device, planned.verb
+    native, device, verb = planned.native, planned.device, planned.verb
     known_calls = _known_calls(planned)
     launches, result = planned.memory.launches, planned.returned(planned.results)
-    streams, stream_of, current_device = planned.streams, own.stream, own.current_device
+    streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     names = caller_names(verb, planned.options)
     tell, changed = teller(*planned.results), planned.changed
-    checked = bool(planned.pairs or planned.alignments or verb.extras)
+    checked = bool(planned.possible_overlaps or planned.alignments or verb.extras)
 
     def repeat(args: Sequence[Any]) -> Any:
         known_call = known_calls.get(len(args))
         if known_call is None:
-            return UNLIKE
+            return SLOW_PATH
         read, form, tail = known_call
         found = read(*args)
         if found is None:
-            return UNLIKE
+            return SLOW_PATH
         addresses, got, tracked = found
         if got != form or current_device() != device:
-            return UNLIKE
+            return SLOW_PATH
         if tracked and verb.refuses_gradients:
             arrays.refuse_gradients(names[: len(args)], args)
         addresses += tail
         if checked and not (
-            planned.are_apart(addresses)
+            planned.surely_disjoint(addresses)
             and planned.begin_alike(addresses)
             and (not got[-1] or planned.are_aligned(addresses))
         ):
-            return UNLIKE
+            return SLOW_PATH
         stream = stream_of(device)
         if stream not in streams:
             streams.add(stream)
@@ -131,14 +133,14 @@ def _known_calls(planned: Planned) -> dict[int, tuple[Callable[..., Read | None]
     A call may leave out options' arrays, which are then those of planning time. So are all arrays behind the first input that
     the plan does not have.
     """
-    verb, own, inputs = planned.verb, planned.own, planned.inputs
+    verb, native, inputs = planned.verb, planned.native, planned.inputs
     most = next((n for n, x in enumerate(inputs) if x is None), len(inputs))
     addresses = planned.addresses()
     found = {}
     for count in range(min(most, len(inputs) - len(verb.extras)), most + 1):
         if verb.refuses_gradients and any(_is_tracked(x) for x in inputs[count:]):
             continue
-        read = own.reader(count)
+        read = native.reader(count)
         form = read(*inputs[:count])[1]  # type: ignore[index]  # they have been read before
         found[count] = read, form, addresses[count:]
     return found
@@ -164,13 +166,13 @@ def by_names(
 ) -> Repeat | None:
     """The fast path of calls like one that has taken the slow path, which give such arrays in this order.
 
-    It returns `UNLIKE`, and has done nothing, if the arrays are not like these. There is no fast path (None) if one of the
+    It returns `SLOW_PATH`, and has done nothing, if the arrays are not like these. There is no fast path (None) if one of the
     arrays is not a plain array of the plan's framework, or requires a gradient, which only the slow path checks.
 
     given: the arrays of the call. places: for each, its indices among a run's addresses.
     """
-    own, device, verb = planned.own, planned.device, planned.verb
-    read = own.reader(len(given))
+    native, device, verb = planned.native, planned.device, planned.verb
+    read = native.reader(len(given))
     found = None if any(x is None for x in given) else read(*given)
     if found is None or found[2]:
         return None
@@ -182,35 +184,35 @@ def by_names(
     patched = [(n, at) for n, own_places in enumerate(places) for at in own_places]
     written = [(n, at) for n, at in patched if at in results_at]
     theirs = tuple(at for _, at in written)
-    launches = planned.memory.launches_keeping(theirs)
+    launches = planned.memory.launches_leaving_padding(theirs)
     others = planned.addresses()
     everything = [*planned.inputs, *planned.results]
     for n, at in patched:
         if at < len(everything):
             everything[at] = given[n]
     distances = _distances(planned, everything, theirs)
-    checked = bool(planned.pairs or planned.alignments)
+    checked = bool(planned.possible_overlaps or planned.alignments)
     tells = teller(*everything[first:]) is not None
-    streams, stream_of, current_device = planned.streams, own.stream, own.current_device
+    streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     results, returned, changed = planned.results, planned.returned, planned.changed
 
     def repeat(args: Sequence[Any]) -> Any:
         found = read(*args)
         if found is None:
-            return UNLIKE
+            return SLOW_PATH
         own_addresses, got, tracked = found
         if got[:-1] != form or tracked or current_device() != device:
-            return UNLIKE
+            return SLOW_PATH
         addresses = others.copy()
         for n, at in patched:
             addresses[at] = own_addresses[n]
         for one, other, low, high in distances:
             if low < addresses[one] - addresses[other] < high:
-                return UNLIKE
+                return SLOW_PATH
         if got[-1] and not planned.are_aligned(addresses):
-            return UNLIKE
-        if checked and not (planned.are_apart(addresses) and planned.begin_alike(addresses)):
-            return UNLIKE
+            return SLOW_PATH
+        if checked and not (planned.surely_disjoint(addresses) and planned.begin_alike(addresses)):
+            return SLOW_PATH
         stream = stream_of(device)
         if stream not in streams:
             streams.add(stream)
@@ -238,7 +240,7 @@ def _distances(
     planned: Planned, everything: Sequence[Any], theirs: Sequence[int]
 ) -> list[Distance]:
     """The distances at which an array to write overlaps any other array. theirs: indices of the caller's arrays to write."""
-    reach = [None if x is None else byte_range(planned.own.view(x), 0) for x in everything]
+    reach = [None if x is None else byte_range(planned.native.view(x), 0) for x in everything]
     found = []
     for n in theirs:
         low, high = reach[n]  # type: ignore[misc]  # a given one
