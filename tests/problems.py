@@ -27,5 +27,5 @@ def arrays(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float16) -> dict[
 def problem(shapes: dict[str, tuple[int, ...]] = BATCH, **options: Any) -> Problem:
     """As a verb describes a call: arrays of options are inputs of their own."""
     given = with_arrays(FORWARD, Options(**options))
-    named = dict(zip(given.verb.extras, given.arrays, strict=True))
+    named = dict(zip(given.verb.extra_inputs, given.arrays, strict=True))
     return describe(**arrays(shapes), options=given.options, arrays=named)[0]

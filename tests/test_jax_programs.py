@@ -129,18 +129,18 @@ def test_a_record_is_what_its_text_says(case: Case, traced: bool) -> None:
     options = Options(seqs=layout(inputs), **inputs.options)
     gradients, _ = named_gradients(rawattn.Gradients(), options, None)
     verb, given, values, options = with_arrays(FORWARD, options)
-    named = dict(zip(verb.extras, given, strict=True))
+    named = dict(zip(verb.extra_inputs, given, strict=True))
     problem, lengths = describe(*qkv, options, arrays=named)
     if traced:
         lengths, _ = record.with_operands(lengths)
     for backward in (False, True):
-        more = verb.extras, gradients, *values
+        more = verb.extra_inputs, gradients, *values
         written = record.Record(problem, lengths, True, backward, backward, *more)
         read = record.read(written.text)
         assert read.text == written.text
         assert read.problem == problem
         assert (read.options, read.gradients, (read.seed,)) == (
-            verb.extras,
+            verb.extra_inputs,
             gradients,
             values or (None,),
         )

@@ -167,7 +167,7 @@ def test_a_graph_makes_its_own(gpu: Gpu) -> None:
 
 def test_a_mask_that_a_graph_fills(gpu: Gpu) -> None:
     mask, arrays = gpu.mask(), gpu.arrays()
-    replayed = BlockMask(mask.words, mask.shape, replayed=True)
+    replayed = BlockMask(mask.buffers, mask.shape, replayed=True)
     replayed._copies.update(mask._copies)
     for each in (replayed, copy.copy(replayed)):
         each._copies.update(mask._copies)

@@ -239,11 +239,14 @@ def test_lists_of_keys_are_given_to_calls() -> None:
     scores = RNG.standard_normal((2, 3, 1, 90))
     mask = topk_mask(scores, 20)
     given = with_arrays(FORWARD, Options(mask=mask))
-    assert given.verb.extras == ("mask_bits", "mask_map", "mask_keys", "mask_kept")
+    assert given.verb.extra_inputs == ("mask_bits", "mask_map", "mask_keys", "mask_kept")
     assert given.options.mask == (mask.shape, 20)
     np.testing.assert_array_equal(given.arrays[-1].reshape(mask.kept.shape), mask.kept)
     for other in (topk_mask(scores, 0), block_mask(mask.to_bool()), topk_mask(scores[..., :0], 9)):
-        assert with_arrays(FORWARD, Options(mask=other)).verb.extras == given.verb.extras[:3]
+        assert (
+            with_arrays(FORWARD, Options(mask=other)).verb.extra_inputs
+            == given.verb.extra_inputs[:3]
+        )
         assert other.form.kept == 0
 
 

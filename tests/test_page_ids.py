@@ -35,7 +35,7 @@ def test_pages_that_are_gathered(window: tuple[int | None, int | None], top_left
     form = pages.PageForm(SIZE, 30, 5, False, "int64")
     ends = np.cumsum(LENS_K)
     for sink in (0, 1, 6):
-        found = page_ids.reached(lengths, SIZE, window, sink, top_left)
+        found = page_ids.visible_pages(lengths, SIZE, window, sink, top_left)
         for scale in (None, np.float32(2)):
             gathered = page_ids.gather(pool, table, lengths, form, found, scale)[:, 0, 0]
             for n, keys in enumerate(np.split(gathered, ends[:-1])):

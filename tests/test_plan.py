@@ -155,7 +155,9 @@ class Machine:
 
     def _find(self, verb: Any, own: Any, read: Any, inputs: Any, *_: Any) -> Any:
         self.planned_on.append(self.current[-1])
-        results = tuple((inputs[verb.q].shape, inputs[verb.q].dtype) for _ in verb.outputs)
+        results = tuple(
+            (inputs[verb.lead_index].shape, inputs[verb.lead_index].dtype) for _ in verb.outputs
+        )
         launches = [(self._launch, 1)]
         memory = SimpleNamespace(
             run=self._run, tail=[], launches=launches, launches_leaving_padding=lambda _: launches
@@ -374,7 +376,7 @@ def test_pages_that_a_plan_writes_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     Machine(monkeypatch)
     told: list[Any] = []
     monkeypatch.setattr(plan_fast_path, "tell_written", lambda *x: told.extend(x))
-    monkeypatch.setattr(planned.on_gpu, "pairs", lambda *_: ())
+    monkeypatch.setattr(planned.on_gpu, "possible_overlaps", lambda *_: ())
     k, k_pages, v_pages = aligned((1, 1, 2, 8)), aligned((2, 4, 2, 8)), aligned((2, 4, 2, 8))
     table = np.zeros((1, 1), np.int32)
     made = plan(rawattn.append_kv, k, k, k_pages, v_pages, table, seqlen_k=[1])

@@ -84,7 +84,7 @@ class Framework(_Reading):
             backend: Any, values: tuple[int, ...], memo: Any) -> Any:  # fmt: skip
         """The dispatcher."""
         self.asked.append(options)
-        read = self.read((*inputs, *targets), verb.required)
+        read = self.read((*inputs, *targets), verb.required_count)
         assert read is not None
         self.current = read[1][3]
         return on_gpu.run(verb, self, read, inputs, targets, options, flag, "numpy", values, memo)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ class Framework(_Reading):
             if x and target is None
         )
         reach = tuple((0, NBYTES) if x else (0, 0) for x in views)
-        masked = any(name.startswith("mask") for name in verb.extras)
+        masked = any(name.startswith("mask") for name in verb.extra_inputs)
         launches: Any = SimpleNamespace(
             run=self.launch,
             run_keeping=self.launch if masked else None,

@@ -141,7 +141,7 @@ def test_a_prepared_call_belongs_to_its_tables(verb: Verb, monkeypatch: pytest.M
     inputs, targets = (object(),) * len(verb.inputs), (None,) * len(verb.outputs)
 
     def call() -> None:
-        read = own.read(inputs, verb.required)
+        read = own.read(inputs, verb.required_count)
         on_gpu.run(verb, own, read, inputs, targets, DEFAULTS, False, "cupy")
 
     rows = _tiles.table("portable_forward", "16bit")

@@ -13,7 +13,7 @@ from rawattn._call.integers import Integers
 
 
 @dataclass(slots=True, eq=False)
-class Given:
+class GivenSide:
     """One side of a layout before it is bound to arrays."""
 
     side: Literal["q", "k"]
@@ -58,8 +58,8 @@ def read_side(
     cumulative_length: Any,
     length: Any,
     max_seqlen: int | None,
-    of_q: Given | None = None,
-) -> Given:
+    of_q: GivenSide | None = None,
+) -> GivenSide:
     """One side, from the arguments about it. of_q: the other side if this is k, whose starts are the default."""
     start_name, cumulative_name, length_name = _NAMES[side]
     inherited = start is None and of_q is not None and of_q.start is not None
@@ -87,7 +87,7 @@ def read_side(
     else:
         on_host, longest, total = False, None, None
     # By position, which is faster than by name: one is made for each side of each new layout.
-    given = Given(
+    given = GivenSide(
         side,
         start,
         start_name,

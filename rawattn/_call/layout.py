@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call import integers
-from rawattn._call.given import Given, check_maximum
+from rawattn._call.given import GivenSide, check_maximum
 
 Int64s = NDArray[np.int64]
 
@@ -75,7 +75,7 @@ def bound_of(longest: int, rows: int) -> int:
     return bound if bound < rows else rows
 
 
-def side_of(given: Given, batch: int, rows: int, of: str = "") -> Side:
+def side_of(given: GivenSide, batch: int, rows: int, of: str = "") -> Side:
     """A side bound to an array with so many rows. of: the array's name, by default that of the side."""
     side, start = given.side, given.start
     of = of or side
@@ -124,10 +124,13 @@ def host_lengths(lengths: Lengths) -> HostLengths:
     Arrays on a GPU are copied to the host, which synchronises with CuPy's current stream. Values are clamped as the kernels
     clamp them, so every sequence is inside its array.
     """
-    return HostLengths(*_spans(lengths.q, lengths.batch), *_spans(lengths.k, lengths.batch))
+    return HostLengths(
+        *_starts_and_lengths(lengths.q, lengths.batch),
+        *_starts_and_lengths(lengths.k, lengths.batch),
+    )
 
 
-def _spans(side: Side, batch: int) -> tuple[Int64s, Int64s]:
+def _starts_and_lengths(side: Side, batch: int) -> tuple[Int64s, Int64s]:
     start = np.zeros(batch, np.int64)
     room = np.full(batch, side.rows, np.int64)
     if side.start is not None:

@@ -137,7 +137,7 @@ def top_left(options: Options) -> bool:
     value = options.align
     if not isinstance(value, str) or value not in ("bottom-right", "top-left"):
         error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"align: got {shown(value)}, expected 'bottom-right' or 'top-left'")
+        raise error(f"align: got {for_message(value)}, expected 'bottom-right' or 'top-left'")
     return value == "top-left"
 
 
@@ -150,9 +150,9 @@ def window(options: Options) -> tuple[int | None, int | None]:
 def _window(given: Any) -> tuple[int | None, int | None]:
     accepted = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if not isinstance(given, tuple):
-        raise TypeError(f"window: got {shown(given)}, expected {accepted}")
+        raise TypeError(f"window: got {for_message(given)}, expected {accepted}")
     if len(given) != 2:
-        raise ValueError(f"window: got {shown(given)}, expected {accepted}")
+        raise ValueError(f"window: got {for_message(given)}, expected {accepted}")
     left, right = map(window_end, given)
     # A row and a key of one sequence are never that far apart, so such an end is unbounded.
     return (
@@ -165,16 +165,16 @@ def sink(options: Options) -> int:
     value = options.sink
     if type(value) is int and value == 0:
         return 0
-    return min(whole("sink", value, "an int >= 0"), _INT32_MAX)
+    return min(nonnegative_int("sink", value, "an int >= 0"), _INT32_MAX)
 
 
 def scale(options: Options, headdim: int) -> float:
     if options.scale is None:
         return 1 / math.sqrt(headdim)
     accepted = f"a finite number of magnitude at most {_MAX_SCALE:.2g}, or None for 1/sqrt(D)"
-    value = number("scale", options.scale, accepted)
+    value = as_float("scale", options.scale, accepted)
     if not abs(value) <= _MAX_SCALE:
-        raise ValueError(f"scale: got {shown(options.scale)}, expected {accepted}")
+        raise ValueError(f"scale: got {for_message(options.scale)}, expected {accepted}")
     return value
 
 
@@ -182,17 +182,17 @@ def softcap(options: Options) -> float | None:
     if options.softcap is None:
         return None
     accepted = f"a finite number above 0, from {_MIN_SOFTCAP:.2g} to {_MAX_SOFTCAP:.2g}, or None for no cap"
-    value = number("softcap", options.softcap, accepted)
+    value = as_float("softcap", options.softcap, accepted)
     if not _MIN_SOFTCAP <= value <= _MAX_SOFTCAP:
-        raise ValueError(f"softcap: got {shown(options.softcap)}, expected {accepted}")
+        raise ValueError(f"softcap: got {for_message(options.softcap)}, expected {accepted}")
     return value
 
 
 def dropout_p(options: Options) -> float:
     accepted = "a probability in [0, 1)"
-    value = number("dropout_p", options.dropout_p, accepted)
+    value = as_float("dropout_p", options.dropout_p, accepted)
     if not 0 <= value < 1:
-        raise ValueError(f"dropout_p: got {shown(options.dropout_p)}, expected {accepted}")
+        raise ValueError(f"dropout_p: got {for_message(options.dropout_p)}, expected {accepted}")
     if value > 0 and options.seed is None:
         raise ValueError(f"seed: got None, expected an integer, since dropout_p = {value}")
     return value
@@ -205,7 +205,7 @@ def seed(options: Options) -> Any:
     if value is None or (isinstance(value, (int, np.integer)) and not isinstance(value, bool)):
         return value
     if not hasattr(value, "__dlpack__"):
-        raise TypeError(f"seed: got {shown(value)}, expected {accepted}")
+        raise TypeError(f"seed: got {for_message(value)}, expected {accepted}")
     array = import_integers("seed", value)
     if array.size != 1:
         raise ValueError(f"seed: got shape {array.shape}, expected {accepted}")
@@ -216,7 +216,7 @@ def num_splits(options: Options) -> int | None:
     if options.num_splits is None:
         return None
     accepted = f"an int from 1 to {MAX_SPLITS}, or None"
-    value = whole("num_splits", options.num_splits, accepted)
+    value = nonnegative_int("num_splits", options.num_splits, accepted)
     if not 1 <= value <= MAX_SPLITS:
         raise ValueError(f"num_splits: got {options.num_splits}, expected {accepted}")
     return value
@@ -239,23 +239,23 @@ def leaves_scores(options: Options) -> bool:
     )
 
 
-def whole(name: str, value: Any, accepted: str) -> int:
+def nonnegative_int(name: str, value: Any, accepted: str) -> int:
     """`value` as an int >= 0. accepted: what the option accepts, for the message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(
-            f"{name}: got {shown(value)}, expected {accepted}{option_advice.number(name, value)}"
+            f"{name}: got {for_message(value)}, expected {accepted}{option_advice.number(name, value)}"
         )
     if value < 0:
         raise ValueError(f"{name}: got {value}, expected {accepted}")
     return int(value)
 
 
-def number(name: str, value: Any, accepted: str) -> float:
+def as_float(name: str, value: Any, accepted: str) -> float:
     """`value` as a float, infinite for an int beyond a float's range. accepted: what the option accepts, for the message."""
     numbers = (float, int, np.floating, np.integer, ml_dtypes.bfloat16)
     if isinstance(value, bool) or not isinstance(value, numbers):
         raise TypeError(
-            f"{name}: got {shown(value)}, expected {accepted}{option_advice.number(name, value)}"
+            f"{name}: got {for_message(value)}, expected {accepted}{option_advice.number(name, value)}"
         )
     try:
         return float(value)
@@ -267,14 +267,16 @@ def check_array(name: str, value: Any) -> None:
     """TypeError if the value of an option that takes an array is no array."""
     if not hasattr(value, "__dlpack__"):
         raise TypeError(
-            f"{name}: got {shown(value)}, expected an array or None{option_advice.array_option(name, value)}"
+            f"{name}: got {for_message(value)}, expected an array or None{option_advice.array_option(name, value)}"
         )
 
 
 def no_score_mod(value: Any) -> TypeError:
     """The error for a `score_mod` that is not a ScoreMod."""
     advice = option_advice.array_option("score_mod", value)
-    return TypeError(f"score_mod: got {shown(value)}, expected a rawattn.ScoreMod or None{advice}")
+    return TypeError(
+        f"score_mod: got {for_message(value)}, expected a rawattn.ScoreMod or None{advice}"
+    )
 
 
 def backend(value: Any) -> str | None:
@@ -288,12 +290,12 @@ def flag(name: str, value: Any) -> bool:
     """`value` as a bool. Python's and NumPy's bools are accepted."""
     if value is not True and value is not False and not isinstance(value, np.bool_):
         raise TypeError(
-            f"{name}: got {shown(value)}, expected a bool: True or False{option_advice.number(name, value)}"
+            f"{name}: got {for_message(value)}, expected a bool: True or False{option_advice.number(name, value)}"
         )
     return bool(value)
 
 
-def shown(value: Any) -> str:
+def for_message(value: Any) -> str:
     """A value in short form, for a message. Arrays are shown by type and shape: their contents may be on a GPU."""
     if hasattr(value, "__dlpack__"):
         return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"

@@ -25,7 +25,7 @@ def ids_of(
     return clipped
 
 
-class Reached(NamedTuple):
+class VisiblePages(NamedTuple):
     """The pages of each sequence that any of its rows may see: pages [0, sinks) and [first, last), each (batch,)."""
 
     sinks: NDArray[np.int64]
@@ -33,13 +33,13 @@ class Reached(NamedTuple):
     last: NDArray[np.int64]
 
 
-def reached(
+def visible_pages(
     lengths: HostLengths,
     page_size: int,
     window: tuple[int | None, int | None],
     sink: int,
     top_left: bool,
-) -> Reached:
+) -> VisiblePages:
     """The pages that rows may see by window, sink tokens and lengths. Masks are not considered."""
     left, right = window
     offset = np.zeros_like(lengths.len_k) if top_left else lengths.len_k - lengths.len_q
@@ -47,9 +47,9 @@ def reached(
     if right is not None:
         last = np.clip((lengths.len_q - 1 + offset + right) // page_size + 1, 0, last)
     if left is None:
-        return Reached(np.zeros_like(last), np.zeros_like(last), last)
+        return VisiblePages(np.zeros_like(last), np.zeros_like(last), last)
     sinks = np.minimum(-(-sink // page_size), last)
-    return Reached(sinks, np.clip((offset - left) // page_size, sinks, last), last)
+    return VisiblePages(sinks, np.clip((offset - left) // page_size, sinks, last), last)
 
 
 def _pages_read(lengths: HostLengths, page_size: int) -> NDArray[np.int64]:
@@ -62,16 +62,16 @@ def gather(
     table: NDArray[Any],
     lengths: HostLengths,
     form: PageForm,
-    reached: Reached | None = None,
+    visible: VisiblePages | None = None,
     scale: Any = None,
 ) -> NDArray[Any]:
     """The keys, or the values, of all sequences, one sequence behind the other: (total, nheads_kv, D).
 
-    reached: the pages that are read, None for all; keys of other pages become 0.
+    visible: the pages that are read, None for all; keys of other pages become 0.
     scale: for pages of 8 bits, which become float32 and are multiplied by it; else None.
     """
     size, used = form.page_size, -(-lengths.len_k // form.page_size)
-    sinks, first, last = reached or (0 * used, 0 * used, used)
+    sinks, first, last = visible or (0 * used, 0 * used, used)
     total = int(lengths.len_k.sum())
     dtype = pages.dtype if scale is None else np.float32
     # Pages of zeroed memory that are never touched cost nothing.
@@ -114,7 +114,7 @@ def check_ids(
         sequences, numbers = np.divmod(entries, max(most, 1))
     if not entries.size:
         return
-    found = reached(lengths, form.page_size, window, sink, top_left)
+    found = visible_pages(lengths, form.page_size, window, sink, top_left)
     sinks, first, last = (x[sequences] for x in found)
     read = (numbers < sinks) | ((numbers >= first) & (numbers < last))
     wrong = np.flatnonzero(read)

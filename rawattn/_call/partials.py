@@ -10,7 +10,7 @@ import numpy as np
 
 from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
-from rawattn._call.options import shown
+from rawattn._call.options import for_message
 from rawattn._call.problem import MAX_HEADDIM, Problem
 from rawattn._interop.advice import cast
 
@@ -25,7 +25,7 @@ _ACCEPTED = "float16, bfloat16 or float32"
 _OUT_AXES = "(batch, seqlen_q, nheads, Dv) or (total_q, nheads, Dv)"
 
 
-class Given(NamedTuple):
+class PartialsSide(NamedTuple):
     """The outs or the lses of all partials: the arrays of a list, or one array with the partials stacked on its first axis."""
 
     name: str
@@ -59,17 +59,17 @@ class PartialsForm(NamedTuple):
     listed: tuple[bool, bool]
 
 
-def given(name: str, arrays: Any) -> Given:
+def given(name: str, arrays: Any) -> PartialsSide:
     """`outs` or `lses` as the caller gave them."""
     if not isinstance(arrays, (list, tuple)):
-        return Given(name, (arrays,), False)
+        return PartialsSide(name, (arrays,), False)
     if not arrays:
         raise ValueError(f"{name}: got an empty list, expected at least one partial result")
-    return Given(name, tuple(arrays), True)
+    return PartialsSide(name, tuple(arrays), True)
 
 
 def describe(
-    outs: Given, lses: Given, dtype: Any, framework: str | None = None
+    outs: PartialsSide, lses: PartialsSide, dtype: Any, framework: str | None = None
 ) -> tuple[Problem, Lengths]:
     """The call as a `Problem` and its sequences, once the partials and the result's dtype have passed every check.
 
@@ -121,7 +121,10 @@ def describe(
 
 
 def checked_shapes(
-    outs: Given, lses: Given, views_of_outs: Sequence[Any], views_of_lses: Sequence[Any]
+    outs: PartialsSide,
+    lses: PartialsSide,
+    views_of_outs: Sequence[Any],
+    views_of_lses: Sequence[Any],
 ) -> Shape:
     """The shape of out. ValueError unless all partials have it and every lse has the shape that goes with it."""
     shape = outs.shape_of_one(views_of_outs)
@@ -182,6 +185,6 @@ def result_dtype(dtype: Any) -> np.dtype[Any]:
         name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise TypeError(
-            f"dtype: got {shown(dtype)}, expected {_ACCEPTED}, or None for that of outs[0]"
+            f"dtype: got {for_message(dtype)}, expected {_ACCEPTED}, or None for that of outs[0]"
         )
     return _DTYPES[name]

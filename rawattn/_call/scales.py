@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from rawattn._call.options import ArrayForm, number, shown
+from rawattn._call.options import ArrayForm, as_float, for_message
 from rawattn._interop.advice import cast
 from rawattn._interop.arrays import HOST, device_of, framework_of, import_array, refuse_gradients
 
@@ -54,11 +54,11 @@ def read(named: Mapping[str, Any]) -> Scales:
                 arrays[name] = value
                 continue
             value = host.item()
-        found = np.asarray(number(name, value, _ACCEPTED), np.float64)
+        found = np.asarray(as_float(name, value, _ACCEPTED), np.float64)
         with np.errstate(over="ignore", under="ignore"):
             single = found.astype(np.float32)
         if not (np.isfinite(single) and single > 0):
-            raise ValueError(f"{name}: got {shown(value)}, expected {_ACCEPTED}")
+            raise ValueError(f"{name}: got {for_message(value)}, expected {_ACCEPTED}")
         numbers[name] = int(single.view(np.uint32))
     return Scales(arrays, numbers)
 

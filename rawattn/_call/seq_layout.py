@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn._call import integers
 from rawattn._call.argument_kinds import all_by_name, checks_arguments
-from rawattn._call.given import Given, common_batch, read_side
+from rawattn._call.given import GivenSide, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import Lengths
 from rawattn._call.layout_keys import LayoutKey, StartValues, batch_by_key, key_of, remember
@@ -259,16 +259,16 @@ class SeqLayout:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @functools.cached_property
-    def _sides(self) -> tuple[Given, Given]:
+    def _sides(self) -> tuple[GivenSide, GivenSide]:
         """Both sides, q and k. The constructor sets them, except if it knew the layout's key."""
         return _read_sides(self._arrays, self.max_seqlen_q, self.max_seqlen_k)
 
     @property
-    def _q(self) -> Given:
+    def _q(self) -> GivenSide:
         return self._sides[0]
 
     @property
-    def _k(self) -> Given:
+    def _k(self) -> GivenSide:
         return self._sides[1]
 
     def _with_separate_starts(self) -> SeqLayout:
@@ -410,7 +410,7 @@ _FIELDS = frozenset(x.name for x in dataclasses.fields(SeqLayout))
 
 def _read_sides(
     arrays: dict[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None
-) -> tuple[Given, Given]:
+) -> tuple[GivenSide, GivenSide]:
     """The sides q and k; one object if k has no arguments of its own."""
     get = arrays.get
     start = get("seqstart_q")

@@ -22,7 +22,7 @@ class SideStructure(NamedTuple):
 
     rows: physical rows. start, length: bytes of each integer, 0 if there are none. Lengths on the host are sent to the
     device as int32 and not cumulative.
-    most: an upper bound of all logical lengths (`bound_of`).
+    length_bound: an upper bound of all logical lengths (`bound_of`).
     """
 
     rows: int
@@ -30,7 +30,7 @@ class SideStructure(NamedTuple):
     length: int
     cumulative: bool
     padded: bool
-    most: int
+    length_bound: int
 
 
 class Structure(NamedTuple):
@@ -97,9 +97,9 @@ def _find(lengths: Lengths) -> None:
 def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
     """The fields of a side's `SideStructure`."""
     start, length, rows = side.start, side.length, side.rows
-    most, of_start, of_length, cumulative = rows, 0, 0, False
+    length_bound, of_start, of_length, cumulative = rows, 0, 0, False
     if start is not None or length is not None:
-        most = bound_of(side.max_seqlen, rows)
+        length_bound = bound_of(side.max_seqlen, rows)
     if type(start) is np.ndarray:
         of_start = 4 if rows <= _INT32_MAX else 8
     elif start is not None:
@@ -108,7 +108,7 @@ def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
         of_length = 4
     elif length is not None:
         of_length, cumulative = length.dtype.itemsize, side.cumulative
-    return rows, of_start, of_length, cumulative, side.padded, most
+    return rows, of_start, of_length, cumulative, side.padded, length_bound
 
 
 def _devices(q: Side, k: Side) -> tuple[int, ...]:

@@ -32,10 +32,12 @@ def forward(
     form = problem.pages
     assert form is not None
     window = problem.window_left, problem.window_right
-    reached = page_ids.reached(lengths, form.page_size, window, problem.sink, problem.top_left)
+    visible_pages = page_ids.visible_pages(
+        lengths, form.page_size, window, problem.sink, problem.top_left
+    )
     k, v = (
         page_ids.gather(
-            *(pool, extras["block_table"], lengths, form, reached),
+            *(pool, extras["block_table"], lengths, form, visible_pages),
             scales.value(name, extras) if problem.float8 else None,
         )
         for name, pool in zip(scales.NAMES, (k_pages, v_pages), strict=True)

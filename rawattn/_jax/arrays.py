@@ -63,11 +63,11 @@ def narrowed_options(
     names = caller_names(verb, options)[-len(arrays) :]
     arrays = tuple(
         _narrowed(name, x) if extra.startswith(("captured", "seed")) else x
-        for extra, name, x in zip(verb.extras, names, arrays, strict=True)
+        for extra, name, x in zip(verb.extra_inputs, names, arrays, strict=True)
     )
     if options.score_mod is not None:
         text, scalars = options.score_mod
-        dtypes = {name: x.dtype.name for name, x in zip(verb.extras, arrays, strict=True)}
+        dtypes = {name: x.dtype.name for name, x in zip(verb.extra_inputs, arrays, strict=True)}
         captured = tuple(
             (name, dtypes[f"captured{n}"], rank) for n, (name, _, rank) in enumerate(text.arrays)
         )

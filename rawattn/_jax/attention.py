@@ -132,7 +132,7 @@ def attention(
     if isinstance(given.mask, BlockMask):
         arrays = tuple(
             as_jax(x) if name.startswith("mask_") else x
-            for name, x in zip(verb.extras, arrays, strict=True)
+            for name, x in zip(verb.extra_inputs, arrays, strict=True)
         )
     for n, array in enumerate(arrays, -len(arrays)):
         if type(array) is not np.ndarray and not isinstance(array, jax.Array):
@@ -141,20 +141,22 @@ def attention(
         arrays, left = narrowed_options(verb, arrays, left)
     gradients, _ = named_gradients(Gradients(), given, None)
     if gradients:  # those that a backward gives: only of traced arrays, since nobody can ask for that of a constant
-        traced = {f"d{name}" for name, x in zip(verb.extras, arrays, strict=True) if is_traced(x)}
+        traced = {
+            f"d{name}" for name, x in zip(verb.extra_inputs, arrays, strict=True) if is_traced(x)
+        }
         gradients = tuple(name for name in gradients if name in traced)
         left = without_constants(left, traced)
     arrays = tuple(
         constant(caller_names(verb, left)[n], x, given.align) if f"d{name}" not in gradients else x
-        for n, (name, x) in enumerate(zip(verb.extras, arrays, strict=True), -len(arrays))
+        for n, (name, x) in enumerate(zip(verb.extra_inputs, arrays, strict=True), -len(arrays))
     )
-    named = {name: Form(x) for name, x in zip(verb.extras, arrays, strict=True)}
+    named = {name: Form(x) for name, x in zip(verb.extra_inputs, arrays, strict=True)}
     try:
         problem, lengths = describe(q, k, v, left, "jax", named)
     except Exception:  # also JAX's own, raised where a check compares a symbolic dimension
         refuse_symbolic_shapes({"q": q, "k": k, "v": v, **named})
         raise
-    more = verb.extras, gradients, values[0] if values else None
+    more = verb.extra_inputs, gradients, values[0] if values else None
     if lengths.on_host:
         text, integers = _constant(problem, lengths, return_lse, deterministic, *more), ()
     else:

@@ -35,7 +35,7 @@ def takes(
     return (
         (backend is None or backend == "cuda")
         and verb.name == FORWARD.name
-        and not verb.extras
+        and not verb.extra_inputs
         and options.seqs is None
         and options.score_mod is None
         and options.dropout_p == 0

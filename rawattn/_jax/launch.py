@@ -140,7 +140,7 @@ def _prepare(
     strides = {
         name: contiguous(shape, dtype.itemsize)
         for name, (shape, dtype) in likes.items()
-        if name not in verb.whole
+        if name not in verb.c_order
     }
     operands = Operands(
         {name: x for name, x in strides.items() if name not in of_options},

@@ -56,31 +56,31 @@ class BlockMask:
         "__weakref__",
         "_copies",
         "_located",
+        "buffers",
         "device",
         "handle",
         "kept",
         "memo",
         "shape",
-        "words",
     )
 
     def __init__(
         self,
-        words: tuple[Any, Any, Any],
+        buffers: tuple[Any, Any, Any],
         shape: Shape,
         kept: Any = None,
         replayed: bool = False,
     ) -> None:
-        """words: memory from `buffers`, filled. replayed: whether a captured graph fills it anew at each replay."""
+        """buffers: memory from `zeroed_buffers`, filled. replayed: whether a captured graph fills it anew at each replay."""
         self.shape: Shape = shape
-        bits = words[0]
+        bits = buffers[0]
         self.device: int | None = None if isinstance(bits, np.ndarray) else bits.data.device_id
         self.kept = kept
-        self.words = words
+        self.buffers = buffers
         # The arrays on other devices or as torch tensors, by framework ("torch" or "") and device.
         self._copies: dict[tuple[str, int], tuple[Any, ...]] = {}
         self._located: dict[tuple[type, int], LocatedMask] = {}  # by the type of q, and device
-        # What calls derive from the words, as lists of tiles; None if the words may change.
+        # What calls derive from the buffers, as lists of tiles; None if the buffers may change.
         self.memo: dict[Any, Any] | None = None if replayed else {}
         self.handle = _handles.unique()
         _handles.register(self.handle, self)
@@ -91,24 +91,24 @@ class BlockMask:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The arrays that calls read: `words`, and the lists of kept keys, (batch * nheads * k,), if there are any."""
+        """The arrays that calls read: `buffers`, and the lists of kept keys, (batch * nheads * k,), if there are any."""
         if not self.form.kept:
-            return self.words
-        return (*self.words, self.kept.reshape(-1))
+            return self.buffers
+        return (*self.buffers, self.kept.reshape(-1))
 
     @property
     def bits(self) -> Any:
         """uint16 (batch, nheads, rows, words): bit n of word w is key 16 * w + n, set if the key is seen."""
-        return shaped(self.words[0], self.shape)
+        return bits_view(self.buffers[0], self.shape)
 
     @property
     def map(self) -> Any:
         """uint8 (batch, nheads, bands, granules): for each 64 rows x 64 keys, 0 if no key is seen, 2 if all are, else 1."""
-        return host.granules(map_of(self.words[1], self.shape), self.shape)
+        return host.granules(map_view(self.buffers[1], self.shape), self.shape)
 
     @property
     def nbytes(self) -> int:
-        return int(sum(x.nbytes for x in self.words))
+        return int(sum(x.nbytes for x in self.buffers))
 
     def to_bool(self) -> Any:
         """The mask as a bool array of `shape`, a NumPy or CuPy array, for tests and inspection."""
@@ -121,7 +121,7 @@ class BlockMask:
             whole = flat.reshape(*self.shape[:3], -1)[..., : self.shape[3]]
             return cupy.ascontiguousarray(whole).view(cupy.bool_)
 
-    def beside(self, q: Any) -> tuple[Any, ...]:
+    def on_device_of(self, q: Any) -> tuple[Any, ...]:
         """`arrays` on q's device, copied there once if needed. If q is a torch tensor on a GPU they are torch tensors too,
         which saves host time.
         """
@@ -141,10 +141,10 @@ class BlockMask:
         return found
 
     def located(self, q: Any, device: int, address: Callable[[Any], int]) -> LocatedMask:
-        """The addresses of `beside(q)`, cached for q's type and device. address: gives that of an array of q's framework."""
+        """The addresses of `on_device_of(q)`, cached for q's type and device. address: gives that of q's framework's arrays."""
         found = self._located.get((type(q), device))
         if found is None:
-            addresses = tuple(map(address, self.beside(q)))
+            addresses = tuple(map(address, self.on_device_of(q)))
             alignments = tuple(each % 16 for each in addresses)
             found = self._located[type(q), device] = LocatedMask(addresses, (self.form, alignments))
         return found
@@ -152,19 +152,19 @@ class BlockMask:
     def _moved(self, device: int) -> tuple[Any, ...]:
         if device == (HOST if self.device is None else self.device):
             return self.arrays
-        words = tuple(map(host.host, self.arrays))
+        buffers = tuple(map(host.host, self.arrays))
         if device == HOST:
-            return words
+            return buffers
         import cupy
 
         with cupy.cuda.Device(device):
-            moved = tuple(map(cupy.asarray, words))
+            moved = tuple(map(cupy.asarray, buffers))
             cupy.cuda.get_current_stream().synchronize()  # other streams may use the copy
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles get a handle and a memo of their own, and no copies on other devices."""
-        return BlockMask, (self.words, self.shape, self.kept, self.memo is None)
+        return BlockMask, (self.buffers, self.shape, self.kept, self.memo is None)
 
     def __repr__(self) -> str:
         where = "the host" if self.device is None else f"GPU {self.device}"
@@ -176,7 +176,7 @@ def memo_of(mask: Any) -> dict[Any, Any] | None:
     return mask.memo if isinstance(mask, BlockMask) else None
 
 
-def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any, Any]:
+def zeroed_buffers(shape: Shape, module: Any = np) -> tuple[Any, Any, Any]:
     """Zeroed memory for the bits, the map and the seen keys of a mask, as int32, a dtype that every framework can exchange.
 
     module: NumPy or CuPy.
@@ -186,24 +186,24 @@ def buffers(shape: Shape, module: Any = np) -> tuple[Any, Any, Any]:
     return bits, found, keys
 
 
-def finished(words: tuple[Any, Any, Any], shape: Shape) -> BlockMask:
+def from_filled(buffers: tuple[Any, Any, Any], shape: Shape) -> BlockMask:
     """A mask from memory on the host whose bits and map are filled. The keys that any row sees are derived from the bits."""
-    keys = words[2].view(np.uint16).reshape(layout.keys_shape(shape))
-    np.bitwise_or.reduce(shaped(words[0], shape), axis=2, out=keys)
-    return BlockMask(words, shape)
+    keys = buffers[2].view(np.uint16).reshape(layout.keys_shape(shape))
+    np.bitwise_or.reduce(bits_view(buffers[0], shape), axis=2, out=keys)
+    return BlockMask(buffers, shape)
 
 
-def shaped(words: Any, shape: Shape) -> Any:
-    """A view of the bits in the first array of `buffers`."""
-    return words.view(np.uint16).reshape(layout.bits_shape(shape))
+def bits_view(array: Any, shape: Shape) -> Any:
+    """A view of the bits in the first array of `zeroed_buffers`."""
+    return array.view(np.uint16).reshape(layout.bits_shape(shape))
 
 
-def map_of(words: Any, shape: Shape) -> Any:
-    """A view of the map in the second array of `buffers`."""
+def map_view(array: Any, shape: Shape) -> Any:
+    """A view of the map in the second array of `zeroed_buffers`."""
     own = layout.map_shape(shape)
-    return words.view(np.uint8)[: math.prod(own)].reshape(own)
+    return array.view(np.uint8)[: math.prod(own)].reshape(own)
 
 
-def bools_of(words: NDArray[np.int32], shape: Shape) -> NDArray[np.bool_]:
+def bools_of(array: NDArray[np.int32], shape: Shape) -> NDArray[np.bool_]:
     """The mask as bools of four axes, from its bits on the host."""
-    return host.to_bools(shaped(words, shape), shape)
+    return host.to_bools(bits_view(array, shape), shape)

@@ -20,14 +20,14 @@ GRANULE_WORDS = 4
 Shape = tuple[int, int, int, int]
 
 
-def words(keys: int) -> int:
+def words_of_row(keys: int) -> int:
     """uint16 words of a row."""
     return -(-keys // (WORD_KEYS * ROW_WORDS)) * ROW_WORDS
 
 
 def bits_shape(shape: Shape) -> Shape:
     """The shape of the bits, in uint16 words, of a mask of this shape: (batch, nheads, rows, keys)."""
-    return (*shape[:3], words(shape[3]))
+    return (*shape[:3], words_of_row(shape[3]))
 
 
 def map_shape(shape: Shape) -> Shape:
@@ -51,7 +51,7 @@ def bands(shape: Shape) -> int:
 
 def keys_shape(shape: Shape) -> tuple[int, int, int]:
     """The shape, in uint16 words, of the bits that say which keys any row of a head sees."""
-    return shape[0], shape[1], words(shape[3])
+    return shape[0], shape[1], words_of_row(shape[3])
 
 
 def keys_bytes(shape: Shape) -> int:

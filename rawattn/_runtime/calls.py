@@ -32,18 +32,19 @@ class Call(NamedTuple):
     """A prepared call on one GPU, for all arrays of one form.
 
     results: shape and dtype of each output, None for one that is not wanted.
-    made: index among the outputs, shape and dtype of each output that the library allocates.
+    allocated_outputs: index among the outputs, shape and dtype of each output that the library allocates.
     copies: for each input, whether it is copied to C order before every run; None if no input is.
-    reach: for each array in the verb's order, the distances in bytes from its address to its first byte and behind its last.
+    byte_extents: for each array in the verb's order, the distances in bytes from its address to its first byte and behind its
+        last.
     """
 
     prepared: Prepared
     problem: problem.Problem
     lengths: Lengths
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]
-    made: tuple[tuple[int, tuple[int, ...], np.dtype[Any]], ...]
+    allocated_outputs: tuple[tuple[int, tuple[int, ...], np.dtype[Any]], ...]
     copies: tuple[bool, ...] | None
-    reach: tuple[tuple[int, int], ...]
+    byte_extents: tuple[tuple[int, int], ...]
 
     def check_longest(self, lengths: Lengths) -> None:
         """ValueError if a sequence is longer than a bias or mask whose axes count positions inside sequences."""
@@ -93,13 +94,13 @@ def prepare(
             raise ValueError(elsewhere(name, other, device, verb.lead))
     inputs = [named[name] for name in verb.inputs]
     copied = {name for name in verb.inputs if _is_copied(verb, name, named[name])}
-    for names in verb.alike:
+    for names in verb.same_strides:
         if len({walked(x.shape, x.strides) for x in map(named.__getitem__, names)}) > 1:
             copied.update(names)
     copies = tuple(name in copied for name in verb.inputs)
     strides: dict[str, tuple[int, ...]] = {}
     for name, x, copy in zip(verb.inputs, inputs, copies, strict=True):
-        if x is not None and name not in verb.whole:
+        if x is not None and name not in verb.c_order:
             strides[name] = contiguous(x.shape, x.dtype.itemsize) if copy else x.strides
     ours = set()
     for name, result in zip(verb.outputs, results, strict=True):
@@ -108,24 +109,26 @@ def prepare(
             strides[name] = target.strides
         elif result is not None:
             ours.add(name)
-            if name not in verb.whole:
+            if name not in verb.c_order:
                 strides[name] = contiguous(result[0], result[1].itemsize)
-    of_options = {name: strides.pop(name) for name in (*verb.extras, *verb.gradients)}
+    of_options = {name: strides.pop(name) for name in (*verb.extra_inputs, *verb.gradients)}
     operands = Operands(
         strides,
         pointers % 16,
         frozenset(ours),
         of_options,
-        dict(zip(verb.extras, alignments, strict=not verb.anywhere)),
+        dict(zip(verb.extra_inputs, alignments, strict=not verb.any_alignment)),
     )
     prepared = launches(verb, described, lengths, operands, flag, device)
-    reach = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
-    made = tuple(
+    byte_extents = tuple((0, 0) if x is None else byte_range(x, 0) for x in views)
+    allocated = tuple(
         (n, *result)
         for n, (name, result) in enumerate(zip(verb.outputs, results, strict=True))
         if result is not None and named[name] is None
     )
-    return Call(prepared, described, lengths, results, made, copies if copied else None, reach)
+    return Call(
+        prepared, described, lengths, results, allocated, copies if copied else None, byte_extents
+    )
 
 
 def launches(
@@ -149,13 +152,13 @@ def launches(
     if form.ragged:
         described = replace(
             described,
-            max_seqlen_q=form.q.most,
-            max_seqlen_k=form.k.most,
+            max_seqlen_q=form.q.length_bound,
+            max_seqlen_k=form.k.length_bound,
             shared_lengths=form.shared,
         )
     target = kernel.target(device)
     family = registry.choose(verb.name, described, target, operands)
-    steps = family.steps(described, form, operands, target, **verb.more(flag))
+    steps = family.steps(described, form, operands, target, **verb.step_arguments(flag))
     try:
         return Prepared(steps, form, lengths, device, verb.names)
     except CompileError as error:
@@ -173,7 +176,7 @@ def describe(
 ) -> tuple[problem.Problem, Lengths, tuple[tuple[tuple[int, ...], np.dtype[Any]] | None, ...]]:
     """The call as a `Problem`, its sequences, and the shape and dtype of each output, once every check has passed."""
     refuse_traced(options.seqs)
-    of_options = {name: named[name] for name in verb.extras}
+    of_options = {name: named[name] for name in verb.extra_inputs}
     described, lengths = verb.describe(named, options, framework, of_options)
     verb.check(described, named, framework)
     check_written(verb, named)
@@ -218,10 +221,10 @@ def refuse_gradients(
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:
-    if view is None or 0 in view.shape or (name in verb.extras and name not in verb.dense):
+    if view is None or 0 in view.shape or (name in verb.extra_inputs and name not in verb.dense):
         return False
     itemsize = view.dtype.itemsize
-    if name in verb.whole:
+    if name in verb.c_order:
         dense = contiguous(view.shape, itemsize)
         return any(
             n > 1 and stride != wanted

@@ -11,7 +11,7 @@ import numpy as np
 from rawattn._call import partials
 from rawattn._call.layout import HostLengths, Lengths
 from rawattn._call.options import Options
-from rawattn._call.partials import Given
+from rawattn._call.partials import PartialsSide
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._runtime.verbs import FLOAT32, Extras, Shape, Verb
 
@@ -70,8 +70,8 @@ def combine_verb(outs: int, lses: int, dtype: str | None) -> Verb:
         named: Mapping[str, Any], options: Options, framework: str | None, arrays: Extras
     ) -> tuple[Problem, Lengths]:
         sides = (
-            Given("outs", tuple(named[name] for name in of_outs), outs > 0),
-            Given("lses", tuple(named[name] for name in of_lses), lses > 0),
+            PartialsSide("outs", tuple(named[name] for name in of_outs), outs > 0),
+            PartialsSide("lses", tuple(named[name] for name in of_lses), lses > 0),
         )
         return partials.describe(*sides, dtype, framework)
 
@@ -83,18 +83,18 @@ def combine_verb(outs: int, lses: int, dtype: str | None) -> Verb:
         lead=of_outs[0],
         inputs=of_outs + of_lses,
         optional=frozenset(),
-        whole=frozenset({"lse"}),
+        c_order=frozenset({"lse"}),
         outputs=("out", "lse"),
         prefix="",
         results=_results,
         check=_check_out,
-        more=lambda flag: {},
+        step_arguments=lambda flag: {},
         cpu=_cpu,
         padding=(0.0, -np.inf),
         refuses_gradients=True,
         bind=bind,
         describe=described,
-        extras=of_lses,
-        anywhere=True,
-        alike=(of_outs, of_lses),
+        extra_inputs=of_lses,
+        any_alignment=True,
+        same_strides=(of_outs, of_lses),
     )

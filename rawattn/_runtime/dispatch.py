@@ -41,9 +41,9 @@ def run(
     targets: the caller's arrays to write, None for an output that the library allocates. values: numbers for the kernels.
     memo: that of the call's mask. It is used only if no array has to be moved.
     """
-    framework = arrays.framework_of(inputs[verb.q])
+    framework = arrays.framework_of(inputs[verb.lead_index])
     native = native_of(framework) if backend is None or backend == "cuda" else None
-    read = None if native is None else native.read((*inputs, *targets), verb.required)
+    read = None if native is None else native.read((*inputs, *targets), verb.required_count)
     if native is not None and read is not None:
         if read[2]:
             refuse_gradients(verb, options, inputs, targets)
@@ -53,7 +53,7 @@ def run(
     elif (
         framework == "numpy"
         and _are_plain(verb, inputs, targets)
-        and (backend == "cpu" or (backend is None and _stays(verb)))
+        and (backend == "cpu" or (backend is None and _host_calls_stay_on_host(verb)))
     ):
         # Plain NumPy arrays need no import: they are views already.
         results = on_cpu.run(verb, inputs, targets, options, flag, framework, values)
@@ -73,7 +73,7 @@ def _are_plain(verb: Verb, inputs: Arrays, targets: Arrays) -> bool:
         if type(x) is np.ndarray:
             if not x.dtype.isnative or (verb.inputs[n] in verb.written and not x.flags.writeable):
                 return False
-        elif x is not None or n < verb.required:
+        elif x is not None or n < verb.required_count:
             return False
     return all(
         x is None or (type(x) is np.ndarray and x.dtype.isnative and x.flags.writeable)
@@ -94,7 +94,7 @@ def _imported(
     """`run` on imported views of the arrays, which may be of several frameworks, on the host or on a GPU."""
     _options.backend(backend)
     refuse_gradients(verb, options, inputs, targets)
-    with arrays.on_stream_of(inputs[verb.q], framework) as stream:
+    with arrays.on_stream_of(inputs[verb.lead_index], framework) as stream:
         views, device = _views(verb, inputs, targets, options, stream)
         count = len(inputs)
         compute = _backend(verb, backend, device)
@@ -120,10 +120,10 @@ def check(
 
     If the call would run on a GPU and changes no input, it is run once on arrays of its own, which compiles its kernels.
     """
-    framework = arrays.framework_of(inputs[verb.q])
+    framework = arrays.framework_of(inputs[verb.lead_index])
     _options.backend(backend)
     refuse_gradients(verb, options, inputs, targets)
-    with arrays.on_stream_of(inputs[verb.q], framework) as stream:
+    with arrays.on_stream_of(inputs[verb.lead_index], framework) as stream:
         views, device = _views(verb, inputs, targets, options, stream)
         compute = _backend(verb, backend, device)
         count = len(inputs)
@@ -151,14 +151,14 @@ def _views(
         if (output or name in verb.written) and array.readonly:
             raise ValueError(f"{shown}: got a read-only array; pass a writable one")
         given.append(array)
-    device: int = given[verb.q].device  # type: ignore[union-attr]
+    device: int = given[verb.lead_index].device  # type: ignore[union-attr]
     for shown, each in zip(shown_names, given, strict=True):
         if each is not None and each.device != device:
             raise ValueError(elsewhere(shown, each.device, device, verb.lead))
     return [None if x is None else x.array for x in given], device
 
 
-def _stays(verb: Verb) -> bool:
+def _host_calls_stay_on_host(verb: Verb) -> bool:
     """Whether calls on host arrays run on the CPU by default: without a GPU, and for verbs that change an input.
 
     Such an input (a pool of pages) would be copied to a GPU and back as a whole, for the sake of a few rows.
@@ -170,7 +170,7 @@ def _backend(verb: Verb, backend: str | None, device: int) -> Any:
     """The function that runs a call with arrays on `device`: `cuda`, `_cuda_from_host`, `_cpu_from_device` or `on_cpu.run`."""
     on_device = device != HOST
     if backend is None:
-        backend = "cuda" if on_device or not _stays(verb) else "cpu"
+        backend = "cuda" if on_device or not _host_calls_stay_on_host(verb) else "cpu"
     if backend == "cuda" and not on_device and not gpu_available():
         raise RuntimeError(
             "backend: got 'cuda', but there is no usable GPU (`rawattn info` says why); use backend=None or 'cpu'"
@@ -192,7 +192,7 @@ def cuda(
     """Runs a call on CuPy arrays, on CuPy's current stream."""
     native = native_of("cupy")
     assert native is not None
-    read = native.read((*inputs, *targets), verb.required)
+    read = native.read((*inputs, *targets), verb.required_count)
     assert read is not None
     return on_gpu.run(verb, native, read, inputs, targets, options, flag, framework, values)
 
@@ -236,7 +236,7 @@ def _cpu_from_device(
     """Runs a call on CuPy arrays by the CPU backend: copies them to the host, and the results back."""
     import cupy
 
-    q = inputs[verb.q]
+    q = inputs[verb.lead_index]
     with cupy.cuda.Device(q.data.device_id):
         hosts = [*map(_download, inputs)], [*map(_download, targets)]
         results = on_cpu.run(verb, *hosts, options, flag, framework, values)

@@ -47,9 +47,9 @@ def run(
         results.append(result)
     extras: dict[str, Any] = {}
     host_lengths = layout.host_lengths(lengths) if problem.ragged else None
-    if verb.extras or values:
-        count = len(inputs) - len(verb.extras)
-        extras = dict(zip(verb.extras + verb.values, (*inputs[count:], *values), strict=True))
+    if verb.extra_inputs or values:
+        count = len(inputs) - len(verb.extra_inputs)
+        extras = dict(zip(verb.extra_inputs + verb.values, (*inputs[count:], *values), strict=True))
         inputs = inputs[:count]
     verb.cpu(problem, host_lengths, inputs, results, flag, extras, verb.gradients)
     return results
@@ -70,7 +70,7 @@ def described(
                 most = lengths.q.max_seqlen, lengths.k.max_seqlen
                 form_of_lengths = structure(lengths), most
             forms = [None if x is None else (x.shape, x.dtype) for x in inputs]
-            strides = [x.strides for x in inputs[len(inputs) - len(verb.extras) :]]
+            strides = [x.strides for x in inputs[len(inputs) - len(verb.extra_inputs) :]]
             if verb.written:
                 named = zip(verb.inputs, inputs, strict=True)
                 strides += [x.strides for name, x in named if name in verb.written]

@@ -55,7 +55,7 @@ def run(
 ) -> Sequence[Any]:
     """`dispatch.run` on a GPU. read: what `native` has read of inputs and targets. framework: that of the caller's arrays."""
     addresses, form, _ = read
-    device: int = form[verb.q * 4 + 3]
+    device: int = form[verb.lead_index * 4 + 3]
     if device != native.current_device():
         import cupy
 
@@ -72,7 +72,7 @@ def run(
         if verb.written:
             named = zip(verb.inputs, inputs, strict=True)
             check_written(verb, {name: native.view(x) for name, x in named if x is not None})
-        if verb.extras and lengths is not None:
+        if verb.extra_inputs and lengths is not None:
             call.check_longest(lengths)
     if call.copies is not None:
         inputs = [
@@ -81,9 +81,9 @@ def run(
         addresses = [0 if x is None else native.address(x) for x in (*inputs, *targets)]
     results = list(targets)
     first = len(inputs)
-    for n, shape, dtype in call.made:
+    for n, shape, dtype in call.allocated_outputs:
         if results[n] is None:
-            results[n] = array = native.empty(shape, dtype, inputs[verb.q])
+            results[n] = array = native.empty(shape, dtype, inputs[verb.lead_index])
             addresses[first + n] = native.address(array)
     addresses += values
     prepared, stream = call.prepared, native.stream(device)
@@ -116,7 +116,7 @@ def find_or_prepare(
             lengths = verb.bind(options.seqs, inputs)
             form_of_lengths = structure(lengths)
         key = (verb, flag, form, form_of_lengths, structural(options), selection())
-        if verb.extras:
+        if verb.extra_inputs:
             key = (*key, ored_addresses(verb, addresses) % 16, alignments(verb, addresses))
         call = _prepared.get(key)
     except (TypeError, ValueError, IndexError, AttributeError):
@@ -151,9 +151,9 @@ def repeated(
     argument of the launches. With lengths on the GPU the pair is their addresses and None. With starts on the host, the
     function's attribute `of_starts` makes the pair of their layout.
     """
-    read = native.read((*inputs, *targets), verb.required)
+    read = native.read((*inputs, *targets), verb.required_count)
     assert read is not None
-    device: int = read[1][verb.q * 4 + 3]
+    device: int = read[1][verb.lead_index * 4 + 3]
     if device != native.current_device() or streams.is_capturing(native.stream(device)):
         return None
     call, lengths, _ = find_or_prepare(
@@ -162,7 +162,7 @@ def repeated(
     if call.copies is not None:
         return None
     given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
-    made = [len(inputs) + n for n, _, _ in call.made]
+    made = [len(inputs) + n for n, _, _ in call.allocated_outputs]
     first, last = (made[0], made[-1] + 1) if made else (len(verb.names), len(verb.names))
     if given[-1] > first or made != list(range(first, first + len(made))):
         return None
@@ -170,7 +170,10 @@ def repeated(
     # the library allocates, and 0s (`behind`).
     absent = sorted({*range(given[-1])} - {*given})
     before, behind = [0] * (first - given[-1] - 1), [0] * (len(verb.names) - last)
-    makers = [native.maker(shape, dtype, inputs[verb.q]) for _, shape, dtype in call.made]
+    makers = [
+        native.maker(shape, dtype, inputs[verb.lead_index])
+        for _, shape, dtype in call.allocated_outputs
+    ]
     writes = given[-1] >= len(inputs)
     bounds = overlap_bounds(call, len(inputs)) if writes else ()
     stream_of, current_device, address_of = native.stream, native.current_device, native.address
@@ -253,8 +256,8 @@ def overlap_bounds(call: Call, first: int) -> tuple[tuple[int, int], ...]:
 
     first: the index of that output among the verb's arrays, which is the number of inputs.
     """
-    low, high = call.reach[first]
-    return tuple((start - high, end - low) for start, end in call.reach[:first])
+    low, high = call.byte_extents[first]
+    return tuple((start - high, end - low) for start, end in call.byte_extents[:first])
 
 
 class PossibleOverlap(NamedTuple):
@@ -279,10 +282,10 @@ def possible_overlaps(
     for n, name in enumerate(verb.inputs):
         if name not in verb.written:
             continue
-        low, high = call.reach[n]
+        low, high = call.byte_extents[n]
         for m, other in enumerate(verb.inputs):
             if m > n or (m < n and other not in verb.written):
-                start, end = call.reach[m]
+                start, end = call.byte_extents[m]
                 found.append(
                     PossibleOverlap(n, m, start - high, end - low, addresses[n] - addresses[m])
                 )
@@ -307,7 +310,7 @@ def prepare_checked(
     flag: bool,
 ) -> tuple[Call, Lengths]:
     """Checks and prepares a call that is run later: the call, and its lengths."""
-    framework = arrays.framework_of(inputs[verb.q])
+    framework = arrays.framework_of(inputs[verb.lead_index])
     call = _prepare_natives(verb, native, read, inputs, targets, options, flag, framework)
     return call, call.lengths
 
@@ -326,17 +329,19 @@ def _prepare_natives(
     views = [None if x is None else _view(name, native, x) for name, x in named]
     pointers = ored_addresses(verb, read[0])
     found = alignments(verb, read[0])
-    return prepare(verb, views, options, flag, read[1][verb.q * 4 + 3], pointers, framework, found)
+    return prepare(
+        verb, views, options, flag, read[1][verb.lead_index * 4 + 3], pointers, framework, found
+    )
 
 
 def ored_addresses(verb: Verb, addresses: Sequence[int]) -> int:
-    """The addresses of inputs and outputs OR-ed together, without `extras`: its last bits give the alignment that all have.
+    """The addresses of inputs and outputs OR-ed together, without `extra_inputs`: the last bits give the alignment of all.
 
-    Kernels choose the width of accesses to `extras` by the alignment of each.
+    Kernels choose the width of accesses to `extra_inputs` by the alignment of each.
     """
     count = len(verb.inputs)
     found = 0
-    for address in addresses[: count - len(verb.extras)]:
+    for address in addresses[: count - len(verb.extra_inputs)]:
         found |= address
     for address in addresses[count : count + len(verb.outputs)]:
         found |= address
@@ -344,11 +349,11 @@ def ored_addresses(verb: Verb, addresses: Sequence[int]) -> int:
 
 
 def alignments(verb: Verb, addresses: Sequence[int]) -> tuple[int, ...]:
-    """The addresses of `extras` modulo 16; empty for a verb whose extras may have any alignment."""
-    if verb.anywhere:
+    """The addresses of `extra_inputs` modulo 16; empty for a verb whose extra inputs may have any alignment."""
+    if verb.any_alignment:
         return ()
     last = len(verb.inputs)
-    return tuple(address % 16 for address in addresses[last - len(verb.extras) : last])
+    return tuple(address % 16 for address in addresses[last - len(verb.extra_inputs) : last])
 
 
 def _check_reach(
@@ -363,7 +368,7 @@ def _check_reach(
     """The check of `check_out` that depends on addresses: ValueError if an array to write overlaps another array."""
     spans = [
         (address + low, address + high)
-        for address, (low, high) in zip(addresses, call.reach, strict=True)
+        for address, (low, high) in zip(addresses, call.byte_extents, strict=True)
     ]
     for n, target in enumerate(targets, len(inputs)):
         if target is None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn._call import option_advice
 from rawattn._call.gradients import Gradients, check_given
-from rawattn._call.options import Options, check_array, dropout_p, no_score_mod, shown
+from rawattn._call.options import Options, check_array, dropout_p, for_message, no_score_mod
 from rawattn._call.problem import Problem
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.verbs import FLOAT32, Shape, Verb
@@ -28,7 +28,7 @@ _ANGLES = {"cos": "rotary[0]", "sin": "rotary[1]"}  # what the caller knows thes
 _SEED_MASK = 2**64 - 1  # kernels take the low 64 bits of a seed
 
 
-class Given(NamedTuple):
+class OptionsSplit(NamedTuple):
     """The result of `with_arrays`.
 
     verb: has the options' arrays among its inputs. arrays: these arrays. values: numbers of options for the kernels.
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 def with_arrays(
     verb: Verb, options: Options, gradients: tuple[str, ...] = (), q: Any = None
-) -> Given:
+) -> OptionsSplit:
     """Takes the arrays out of the options.
 
     gradients: the names of a backward's outputs for these arrays. q: a BlockMask is moved to the device of this array; None
@@ -60,7 +60,7 @@ def with_arrays(
         and options.score_mod is None
         and (type(options.dropout_p) is float and options.dropout_p == 0)
     ):
-        return Given(verb, (), (), options)
+        return OptionsSplit(verb, (), (), options)
     names: list[str] = []
     arrays: list[Any] = []
     values: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ def with_arrays(
             form = array.form
             names += ("mask_bits", "mask_map", "mask_keys")
             names += ("mask_kept",) if form.kept else ()
-            arrays += array.arrays if q is None else array.beside(q)
+            arrays += array.arrays if q is None else array.on_device_of(q)
             continue
         check_array(name, array)
         names.append(name)
@@ -97,7 +97,7 @@ def with_arrays(
         # Only dropout reads a seed, but one of a wrong type is refused without dropout too.
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise TypeError(
-                f"seed: got {shown(seed)}, expected an int, or an integer array of one element"
+                f"seed: got {for_message(seed)}, expected an int, or an integer array of one element"
                 f"{option_advice.seed(seed)}"
             )
         if drawn:
@@ -106,7 +106,7 @@ def with_arrays(
         bias=None, mask=form, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
     )
     found = extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
-    return Given(found, tuple(arrays), values, left)
+    return OptionsSplit(found, tuple(arrays), values, left)
 
 
 def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
@@ -145,9 +145,9 @@ def differentiated(score_mod: Any) -> dict[int, str]:
 
 @lru_cache(maxsize=256)
 def extended(
-    verb: Verb, extras: tuple[str, ...], values: tuple[str, ...], gradients: tuple[str, ...]
+    verb: Verb, extra_inputs: tuple[str, ...], values: tuple[str, ...], gradients: tuple[str, ...]
 ) -> Verb:
-    """A verb with further inputs (`extras`), numbers for kernels (`values`) and outputs (`gradients` of options' arrays)."""
+    """A verb with more inputs (`extra_inputs`), numbers for kernels (`values`) and outputs (`gradients` of options' arrays)."""
 
     def results(
         problem: Problem, dtype: np.dtype[Any], flag: bool
@@ -159,12 +159,12 @@ def extended(
 
     return replace(
         verb,
-        inputs=verb.inputs + extras,
+        inputs=verb.inputs + extra_inputs,
         outputs=verb.outputs + gradients,
-        optional=verb.optional | set(extras),
+        optional=verb.optional | set(extra_inputs),
         results=results,
         padding=verb.padding + (0.0,) * len(gradients),
-        extras=verb.extras + extras,
+        extra_inputs=verb.extra_inputs + extra_inputs,
         gradients=gradients,
         values=verb.values + values,
     )
@@ -190,7 +190,7 @@ def caller_names(verb: Verb, options: Options) -> tuple[str, ...]:
     Those of a BlockMask's arrays are "mask", those of captured arrays are the names in the ScoreMod, and those of angles are
     entries of `rotary`. options: as `with_arrays` returned them.
     """
-    if not verb.extras:
+    if not verb.extra_inputs:
         return verb.inputs
     captured: tuple[str, ...] = ()
     if options.score_mod is not None:

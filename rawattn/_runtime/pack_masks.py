@@ -10,7 +10,7 @@ import numpy as np
 from rawattn._interop import streams
 from rawattn._kernels.portable import mask_writing
 from rawattn._kernels.steps import Step
-from rawattn._masks.block_mask import BlockMask, buffers
+from rawattn._masks.block_mask import BlockMask, zeroed_buffers
 from rawattn._masks.layout import Shape
 from rawattn._runtime import graphs, kernel
 from rawattn._scores.score_mod import Predicate
@@ -52,8 +52,8 @@ def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> B
     import cupy
 
     with cupy.cuda.Device(device):
-        words = buffers(shape, cupy)
-        named = {**given, **dict(zip(("mask_bits", "mask_map", "mask_keys"), words, strict=True))}
+        buffers = zeroed_buffers(shape, cupy)
+        named = {**given, **dict(zip(("mask_bits", "mask_map", "mask_keys"), buffers, strict=True))}
         gathered = mask_writing.keys_step(shape)
         if gathered is not None:
             named["mask_bands"] = cupy.empty(mask_writing.band_bytes(shape), np.uint8)
@@ -71,4 +71,4 @@ def _built(step: Step, shape: Shape, given: Mapping[str, Any], device: int) -> B
     capturing = streams.is_capturing(stream)
     if capturing:
         graphs.keep_forever(*named.values())
-    return BlockMask(words, shape, replayed=capturing)
+    return BlockMask(buffers, shape, replayed=capturing)

@@ -34,8 +34,8 @@ class Planned:
     inputs: the arrays of planning time. results: for each output the caller's array of planning time or the plan's own; None
     for an output that the call does not have. returned: makes the caller's result of the outputs.
     values: numbers of options for the kernels.
-    alignment: in bytes, the one that the addresses of all arrays but `extras` must have. alignments: the addresses of `extras`
-    modulo 16.
+    alignment: in bytes, the one that the addresses of all arrays but `extra_inputs` must have. alignments: the addresses of
+    `extra_inputs` modulo 16.
     possible_overlaps: inputs that must not share memory. changed: indices of inputs that a call writes.
     memory: scratch and counters of the plan, with its launches. streams: those on which calls have been launched.
     """
@@ -67,7 +67,7 @@ class Planned:
         return [*first, *self.values, *self.memory.tail]
 
     def are_aligned(self, addresses: Sequence[int]) -> bool:
-        """Whether all arrays but `extras` have the plan's alignment."""
+        """Whether all arrays but `extra_inputs` have the plan's alignment."""
         return not on_gpu.ored_addresses(self.verb, addresses) & (self.alignment - 1)
 
     def surely_disjoint(self, addresses: Sequence[int]) -> bool:
@@ -76,7 +76,7 @@ class Planned:
         )
 
     def begin_alike(self, addresses: Sequence[int]) -> bool:
-        """Whether the addresses of `extras` modulo 16 are those of planning time."""
+        """Whether the addresses of `extra_inputs` modulo 16 are those of planning time."""
         return not self.alignments or on_gpu.alignments(self.verb, addresses) == self.alignments
 
 
@@ -86,12 +86,12 @@ def by_position(planned: Planned) -> Repeat:
     It returns `SLOW_PATH`, and has done nothing, if the arrays are not like those of planning time.
     """
     native, device, verb = planned.native, planned.device, planned.verb
-    known_calls = _known_calls(planned)
+    known_calls = _readers_by_count(planned)
     launches, result = planned.memory.launches, planned.returned(planned.results)
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     names = caller_names(verb, planned.options)
     tell, changed = teller(*planned.results), planned.changed
-    checked = bool(planned.possible_overlaps or planned.alignments or verb.extras)
+    checked = bool(planned.possible_overlaps or planned.alignments or verb.extra_inputs)
 
     def repeat(args: Sequence[Any]) -> Any:
         known_call = known_calls.get(len(args))
@@ -127,7 +127,9 @@ def by_position(planned: Planned) -> Repeat:
     return repeat
 
 
-def _known_calls(planned: Planned) -> dict[int, tuple[Callable[..., Read | None], Any, list[int]]]:
+def _readers_by_count(
+    planned: Planned,
+) -> dict[int, tuple[Callable[..., Read | None], Any, list[int]]]:
     """By the number of arrays that a call gives: their reader, their form, and the addresses that follow theirs.
 
     A call may leave out options' arrays, which are then those of planning time. So are all arrays behind the first input that
@@ -137,7 +139,7 @@ def _known_calls(planned: Planned) -> dict[int, tuple[Callable[..., Read | None]
     most = next((n for n, x in enumerate(inputs) if x is None), len(inputs))
     addresses = planned.addresses()
     found = {}
-    for count in range(min(most, len(inputs) - len(verb.extras)), most + 1):
+    for count in range(min(most, len(inputs) - len(verb.extra_inputs)), most + 1):
         if verb.refuses_gradients and any(_is_tracked(x) for x in inputs[count:]):
             continue
         read = native.reader(count)

@@ -47,7 +47,7 @@ class GpuPlan:
         returned: Callable[[Sequence[Any]], Any],
         values: Sequence[int] = (),
     ) -> None:
-        device: int = read[1][verb.q * 4 + 3]
+        device: int = read[1][verb.lead_index * 4 + 3]
         self._verb, self._native, self._device, self._returned = verb, native, device, returned
         self._inputs, self._options, self._flag = tuple(inputs), options, flag
         self._count = len(self._inputs)
@@ -67,7 +67,7 @@ class GpuPlan:
         if call.copies is not None:
             names = caller_names(verb, self._options)
             name = next(n for n, copy in zip(names, call.copies, strict=True) if copy)
-            others = ", or arrays beside it have other strides" if verb.alike else ""
+            others = ", or arrays beside it have other strides" if verb.same_strides else ""
             raise ValueError(
                 f"{name}: its last axis is not dense{others}, so each call would copy it, and a plan allocates nothing; "
                 f"pass a contiguous copy of it"
@@ -76,7 +76,7 @@ class GpuPlan:
         self._results = [
             target
             if target is not None or result is None
-            else native.empty(*result, inputs[verb.q])
+            else native.empty(*result, inputs[verb.lead_index])
             for target, result in zip(targets, call.results, strict=True)
         ]
         self._result_addresses = [0 if x is None else native.address(x) for x in self._results]
@@ -123,7 +123,7 @@ class GpuPlan:
         for name, array in given.items():
             self._replace(integers, name, array)
         native, device = self._native, self._device
-        read = native.read(args, self._verb.required)
+        read = native.read(args, self._verb.required_count)
         if read is None or read[1][:-1] != self._form:
             raise self._refused(args)
         addresses, _, tracked = read
@@ -178,7 +178,7 @@ class GpuPlan:
         found = on_gpu.alignments(self._verb, addresses)
         name, got, planned = next(
             each
-            for each in zip(self._verb.extras, found, self._planned.alignments, strict=True)
+            for each in zip(self._verb.extra_inputs, found, self._planned.alignments, strict=True)
             if each[1] != each[2]
         )
         return ValueError(
@@ -187,7 +187,7 @@ class GpuPlan:
         )
 
     def _read(self, inputs: Sequence[Any]) -> Read:
-        read = self._native.read(inputs, self._verb.required)
+        read = self._native.read(inputs, self._verb.required_count)
         assert read is not None
         return read
 

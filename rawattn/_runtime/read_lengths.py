@@ -26,14 +26,14 @@ def repeated(
     count, written = len(inputs), [x for x in targets if x is not None]
     integers = len(arrays) - count - len(written)
     given = (*inputs, *targets)
-    read = native.read(given, verb.required)
+    read = native.read(given, verb.required_count)
     if read is None or integers not in (1, 2) or len(written) > 1:
         return None
     if "seed_value" in verb.values:  # a number that differs from call to call
         return None
     if any(x is not y for x, y in zip(inputs, arrays, strict=False)):
         return None  # an array was copied to the GPU, or scales are among the inputs
-    device: int = read[1][verb.q * 4 + 3]
+    device: int = read[1][verb.lead_index * 4 + 3]
     if device != native.current_device() or streams.is_capturing(native.stream(device)):
         return None
     call, lengths, _ = on_gpu.find_or_prepare(
@@ -50,11 +50,11 @@ def repeated(
         return None
     launch = call.prepared.with_integers(lengths)
     makers = [
-        native.maker(shape, dtype, inputs[verb.q])
-        for n, shape, dtype in call.made
+        native.maker(shape, dtype, inputs[verb.lead_index])
+        for n, shape, dtype in call.allocated_outputs
         if targets[n] is None
     ]
-    indices = [count + n for n, _, _ in call.made if targets[n] is None]
+    indices = [count + n for n, _, _ in call.allocated_outputs if targets[n] is None]
     width = len(verb.inputs) + len(verb.outputs)
     values, returned = list(request.values), request.returned
     bounds = on_gpu.overlap_bounds(call, count) if written else ()

@@ -8,14 +8,14 @@ import numpy as np
 
 from rawattn._call import partials
 from rawattn._call.checks import check_apart
-from rawattn._call.partials import Given
+from rawattn._call.partials import PartialsSide
 from rawattn._interop import arrays, streams
 from rawattn._interop.arrays import HOST
 from rawattn._runtime import graphs
 from rawattn._runtime.calls import elsewhere
 
 
-def stacked(outs: Given, lses: Given, dtype: Any, out: Any) -> tuple[Any, Any, Any]:
+def stacked(outs: PartialsSide, lses: PartialsSide, dtype: Any, out: Any) -> tuple[Any, Any, Any]:
     """Outs and lses, each stacked if it is a list, and the dtype.
 
     The arrays of a list are checked first, since the names in messages, and whether `out` (which may be None) shares memory

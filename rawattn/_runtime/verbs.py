@@ -33,39 +33,39 @@ class Verb:
     name: that of the public function, by which kernel families are registered.
     inputs: names of the input arrays; `optional` ones may be None.
     lead: the input whose framework and device are those of the call. written: inputs that a call changes.
-    whole: arrays that kernels need in C order; an input that is not is copied. Other arrays need only a dense last axis.
+    c_order: arrays that kernels need in C order; an input that is not is copied. Other arrays need only a dense last axis.
     outputs: names of the results. prefix: precedes these in messages, where the caller gives arrays to write.
     results: from (problem, dtype, flag), shape and dtype of each output, None for one that the flag leaves out. The flag is the
         one choice of a call that is no option: return_lse, or deterministic.
     check: from (problem, arrays by name, framework), the checks of inputs beside those that the forward has.
-    more: from the flag, further keyword arguments of the kernel family's `steps`.
-    cpu: the CPU backend, from (problem, lengths, inputs, results, flag, arrays of `extras` and numbers of `values` by name,
-        gradients). lengths are None if the batch is not ragged.
+    step_arguments: from the flag, further keyword arguments of the kernel family's `steps`.
+    cpu: the CPU backend, from (problem, lengths, inputs, results, flag, arrays of `extra_inputs` and numbers of `values` by
+        name, gradients). lengths are None if the batch is not ragged.
     padding: the value of padding rows in each output that the library allocates.
     refuses_gradients: whether tensors that require a gradient are refused, since the call would lose it without notice.
     bind: from the options' `seqs` and the inputs, the sequences of a call.
-    describe: from (arrays by name, options, framework, arrays of `extras` by name), the problem and the sequences.
-    extras: the last inputs, which may have any strides: a page table, arrays of options. Kernels choose the width of accesses
-        by the alignment of each. They do not affect the width of accesses to the other arrays.
-    dense: the extras whose last axis must be dense; they are copied if it is not.
-    anywhere: whether extras are read an element at a time, so that their alignment makes no difference.
-    alike: groups of inputs that must have the same strides; if a group has not, all of it is copied.
+    describe: from (arrays by name, options, framework, arrays of `extra_inputs` by name), the problem and the sequences.
+    extra_inputs: the last inputs, which may have any strides: a page table, arrays of options. Kernels choose the width of
+        accesses by the alignment of each. They do not affect the width of accesses to the other arrays.
+    dense: the extra inputs whose last axis must be dense; they are copied if it is not.
+    any_alignment: whether extra inputs are read an element at a time, so that their alignment makes no difference.
+    same_strides: groups of inputs that must have the same strides; if a group has not, all of it is copied.
     gradients: the last outputs, which are the gradients of options' arrays. values: numbers of options for the kernels.
-        Apart from page tables, angles, scales and lses of partials, extras, gradients and values are what
+        Apart from page tables, angles, scales and lses of partials, extra inputs, gradients and values are what
         `option_arrays.with_arrays` found in a call.
     """
 
     name: str
     inputs: tuple[str, ...]
     optional: frozenset[str]
-    whole: frozenset[str]
+    c_order: frozenset[str]
     outputs: tuple[str, ...]
     prefix: str
     results: Callable[
         [Problem, np.dtype[Any], bool], tuple[tuple[Shape, np.dtype[Any]] | None, ...]
     ]
     check: Callable[[Problem, Mapping[str, Any], str | None], None]
-    more: Callable[[bool], dict[str, Any]]
+    step_arguments: Callable[[bool], dict[str, Any]]
     cpu: Callable[
         [Problem, HostLengths | None, Sequence[Any], Sequence[Any], bool, Extras, Sequence[str]],
         None,
@@ -76,23 +76,23 @@ class Verb:
     describe: Callable[
         [Mapping[str, Any], Options, str | None, Mapping[str, Any]], tuple[Problem, Lengths]
     ]
-    extras: tuple[str, ...] = ()
+    extra_inputs: tuple[str, ...] = ()
     dense: frozenset[str] = frozenset()
     gradients: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     lead: str = "q"
     written: frozenset[str] = frozenset()
-    anywhere: bool = False
-    alike: tuple[tuple[str, ...], ...] = ()
+    any_alignment: bool = False
+    same_strides: tuple[tuple[str, ...], ...] = ()
 
     names: tuple[str, ...] = field(init=False)  # what a run takes in front: inputs, outputs, values
-    q: int = field(init=False)  # the index of the lead among the inputs
-    required: int = field(init=False)  # how many inputs are not optional; these come first
+    lead_index: int = field(init=False)  # the index of the lead among the inputs
+    required_count: int = field(init=False)  # how many inputs are not optional; these come first
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", self.inputs + self.outputs + self.values)
-        object.__setattr__(self, "q", self.inputs.index(self.lead))
-        object.__setattr__(self, "required", len(self.inputs) - len(self.optional))
+        object.__setattr__(self, "lead_index", self.inputs.index(self.lead))
+        object.__setattr__(self, "required_count", len(self.inputs) - len(self.optional))
 
     def named(self, inputs: Sequence[Any], targets: Sequence[Any]) -> list[tuple[str, Any]]:
         """The arrays of a call with their names, inputs first."""
@@ -134,7 +134,7 @@ def _forward_cpu(
 
 
 def _with_bools(problem: Problem, extras: Extras) -> Extras:
-    """The arrays of `extras`, with a BlockMask's bits replaced by a mask of bools."""
+    """The arrays of `extra_inputs`, with a BlockMask's bits replaced by a mask of bools."""
     if "mask_bits" not in extras:
         return extras
     return {**extras, "mask": bools_of(extras["mask_bits"], problem.mask.shape)}
@@ -232,12 +232,12 @@ FORWARD = Verb(
     name="attention",
     inputs=("q", "k", "v"),
     optional=frozenset(),
-    whole=frozenset({"lse"}),
+    c_order=frozenset({"lse"}),
     outputs=("out", "lse"),
     prefix="",
     results=_forward_results,
     check=lambda problem, arrays, framework: None,
-    more=lambda return_lse: {},
+    step_arguments=lambda return_lse: {},
     cpu=_forward_cpu,
     padding=(0.0, -np.inf),
     refuses_gradients=True,
@@ -253,19 +253,19 @@ PAGED = replace(
     cpu=_paged_cpu,
     bind=_bind_pages,
     describe=_describe_pages,
-    extras=("block_table",),
+    extra_inputs=("block_table",),
 )
 
 BACKWARD = Verb(
     name="attention_backward",
     inputs=("dout", "q", "k", "v", "out", "lse", "dlse"),
     optional=frozenset({"dlse"}),
-    whole=frozenset({"lse", "dlse"}),
+    c_order=frozenset({"lse", "dlse"}),
     outputs=("dq", "dk", "dv"),
     prefix="into.",
     results=_backward_results,
     check=_check_backward,
-    more=lambda deterministic: {"deterministic": deterministic},
+    step_arguments=lambda deterministic: {"deterministic": deterministic},
     cpu=_backward_cpu,
     padding=(0.0, 0.0, 0.0),
     refuses_gradients=False,
@@ -282,7 +282,7 @@ def with_scales(verb: Verb, arrays: tuple[str, ...], numbers: tuple[str, ...]) -
     return replace(
         verb,
         inputs=verb.inputs + arrays,
-        extras=verb.extras + arrays,
+        extra_inputs=verb.extra_inputs + arrays,
         values=verb.values + tuple(f"{name}_value" for name in numbers),
         describe=partial(verb.describe, number_scales=numbers),  # type: ignore[call-arg]
     )

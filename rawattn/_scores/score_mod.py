@@ -14,7 +14,7 @@ import numpy as np
 
 from rawattn import _handles
 from rawattn._call.argument_kinds import checks_arguments
-from rawattn._call.options import shown
+from rawattn._call.options import for_message
 from rawattn._interop import dynamo
 from rawattn._interop.advice import array_advice, cast
 from rawattn._interop.arrays import framework_of, import_array
@@ -88,7 +88,7 @@ class ScoreMod:
         if language not in LANGUAGES:
             given: Any = language
             error = ValueError if isinstance(given, str) else TypeError
-            raise error(f"language: got {shown(language)}, expected 'expression' or 'cuda'")
+            raise error(f"language: got {for_message(language)}, expected 'expression' or 'cuda'")
         forward = _text("score_mod", forward)
         found = _captured("score_mod", captured)
         names = _wrt(wrt, found, language)
@@ -254,7 +254,7 @@ class _Captured(NamedTuple):
 def _text(argument: str, given: Any) -> str:
     if not isinstance(given, str):
         example = "q_idx >= kv_idx" if argument == "predicate" else "score * 2"
-        raise TypeError(f"{argument}: got {shown(given)}, expected a text, as in {example!r}")
+        raise TypeError(f"{argument}: got {for_message(given)}, expected a text, as in {example!r}")
     text = given.strip()
     if not text:
         raise ValueError(f"{argument}: got an empty text")
@@ -327,7 +327,7 @@ def _form(name: str, value: Any) -> tuple[str, int]:
     if not hasattr(value, "__dlpack__"):
         advice = array_advice(value, name)
         raise TypeError(
-            f"{name}: got {shown(value)}, accepted are {_ARRAYS}{'; ' if advice else ''}{advice or ''}"
+            f"{name}: got {for_message(value)}, accepted are {_ARRAYS}{'; ' if advice else ''}{advice or ''}"
         )
     given, value = value, _with_attributes(name, value)
     if not getattr(value.dtype, "isnative", True):  # the dtype's name does not show its byte order
@@ -362,7 +362,7 @@ def _with_attributes(name: str, value: Any) -> Any:
 
 def _wrt(given: Any, found: _Captured, language: str) -> tuple[str, ...]:
     if not isinstance(given, Iterable):
-        raise TypeError(f"wrt: got {shown(given)}, expected names of captured arrays")
+        raise TypeError(f"wrt: got {for_message(given)}, expected names of captured arrays")
     names = (given,) if isinstance(given, str) else tuple(given)
     if names and language != "expression":
         raise ValueError(

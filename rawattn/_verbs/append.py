@@ -19,7 +19,7 @@ from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.verbs import Verb
 from rawattn._verbs import paged_fast_path
 from rawattn._verbs.attention import first
-from rawattn._verbs.paged import Limits, device_of, read_pages, scaled
+from rawattn._verbs.paged import VisibilityRule, device_of, read_pages, scaled
 
 if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Unpack
@@ -28,7 +28,7 @@ ArrayT = TypeVar("ArrayT")
 
 # With this window the new rows of a sequence reach their own keys only, so the pages that are checked are those that the
 # call writes.
-WRITTEN = Limits((0, None), 0, False, True)
+WRITTEN = VisibilityRule((0, None), 0, False, True)
 
 
 class Appending(NamedTuple):

@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call.argument_kinds import checks_arguments
-from rawattn._call.options import shown
-from rawattn._call.options import whole as whole_number
+from rawattn._call.options import for_message, nonnegative_int
 from rawattn._interop import arrays, dynamo
 from rawattn._interop.advice import cast
 from rawattn._interop.arrays import HOST
 from rawattn._interop.xla import is_traced
 from rawattn._masks import host
-from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shaped
+from rawattn._masks.block_mask import BlockMask, bits_view, from_filled, map_view, zeroed_buffers
 from rawattn._masks.layout import GRANULE_ROWS, Shape
 
 _INT32_MAX = 2**31 - 1
@@ -72,7 +71,7 @@ def block_mask(
     """
     if isinstance(mask, str) or (callable(mask) and not hasattr(mask, "__dlpack__")):
         fix = "predicate=" if isinstance(mask, str) else "its text, predicate='q_idx >= kv_idx'"
-        raise TypeError(f"mask: got {shown(mask)}, expected an array of bool; write {fix}")
+        raise TypeError(f"mask: got {for_message(mask)}, expected an array of bool; write {fix}")
     given = [
         name
         for name, x in (("mask", mask), ("predicate", predicate), ("ranges", ranges))
@@ -125,7 +124,7 @@ def refuse_tracers(given: Mapping[str, Any]) -> None:
 def _extent(name: str, value: Any) -> int:
     """The extent of an axis as a Python int: arithmetic on NumPy integers could wrap around."""
     accepted = f"an int from 0 to {_INT32_MAX}"
-    size = whole_number(name, value, accepted)
+    size = nonnegative_int(name, value, accepted)
     if size > _INT32_MAX:
         raise ValueError(f"{name}: got {size}, expected {accepted}")
     return size
@@ -156,12 +155,12 @@ def _of_bools(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
             from rawattn._runtime import pack_masks
 
             return pack_masks.of_bools(keep, whole)
-        words = buffers(whole)
-        bits, found, _ = words
+        buffers = zeroed_buffers(whole)
+        bits, found, _ = buffers
         four = keep.reshape(whole)
         for n in np.ndindex(whole[:2]):
-            host.write_rows(four[n], shaped(bits, whole)[n], map_of(found, whole)[n])
-        return finished(words, whole)
+            host.write_rows(four[n], bits_view(bits, whole)[n], map_view(found, whole)[n])
+        return from_filled(buffers, whole)
 
 
 def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
@@ -206,8 +205,8 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
 
             return pack_masks.of_ranges(ranges, keys)
         whole: Shape = (ranges.shape[0], 1, ranges.shape[1], keys)
-        words = buffers(whole)
-        bits, found, _ = words
+        buffers = zeroed_buffers(whole)
+        bits, found, _ = buffers
         for n in range(whole[0]):
             # A band of 64 rows at a time, since bools take eight times the memory of bits.
             for first in range(0, whole[2], GRANULE_ROWS):
@@ -215,9 +214,9 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
                 keep = _rows_of_ranges(ranges[n, rows_of], keys)
                 band = slice(first // GRANULE_ROWS, first // GRANULE_ROWS + 1)
                 host.write_rows(
-                    keep, shaped(bits, whole)[n, 0, rows_of], map_of(found, whole)[n, 0, band]
+                    keep, bits_view(bits, whole)[n, 0, rows_of], map_view(found, whole)[n, 0, band]
                 )
-        return finished(words, whole)
+        return from_filled(buffers, whole)
 
 
 def _rows_of_ranges(ranges: NDArray[Any], keys: int) -> NDArray[np.bool_]:

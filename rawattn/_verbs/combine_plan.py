@@ -6,7 +6,7 @@ from typing import Any
 
 from rawattn._call import partials
 from rawattn._call.options import DEFAULTS
-from rawattn._call.partials import Given
+from rawattn._call.partials import PartialsSide
 from rawattn._interop.arrays import framework_of
 from rawattn._interop.native import native_of
 from rawattn._kernels.helper_params import MAX_LISTED
@@ -70,7 +70,7 @@ def _is_native(array: Any) -> bool:
     return native is not None and native.read((array,), 1) is not None
 
 
-def _like(given: Any, planned: Given) -> Given:
+def _like(given: Any, planned: PartialsSide) -> PartialsSide:
     """The partials of a call. ValueError if their number differs from planning time, or whether they are listed."""
     side = partials.given(planned.name, given)
     if (side.listed, len(side.arrays)) != (planned.listed, len(planned.arrays)):

@@ -154,7 +154,7 @@ def with_fast_path(
                                 lengths = addresses_of(seqs._arrays), None
                             else:
                                 # `form` has shape, strides, dtype and device of each array; k follows q.
-                                at, starts = 4 * verb.q, seqs
+                                at, starts = 4 * verb.lead_index, seqs
                                 rows_q, rows_k = form[at][-3], form[at + 4][-3]
                                 layout_key = (
                                     layout_key,
@@ -163,8 +163,10 @@ def with_fast_path(
                             options_key = options_key, layout_key
                         key = form if options_key is None else (form, options_key)
                         if mask is not None:
-                            q = args[verb.q]
-                            located = mask.located(q, form[4 * verb.q + 3], natives[kind].address)
+                            q = args[verb.lead_index]
+                            located = mask.located(
+                                q, form[4 * verb.lead_index + 3], natives[kind].address
+                            )
                             key = (form, options_key, located.key)
                         repeat = closures_by_call[name].get(key)
                         if starts is not None and repeat is not None:
@@ -206,7 +208,7 @@ def with_fast_path(
             request = read_call(*args, **options)
             inputs, targets, returned = request.inputs, request.targets, request.returned
             call = request.verb, inputs, targets, request.options, request.flag
-            framework = framework_of(inputs[verb.q])
+            framework = framework_of(inputs[verb.lead_index])
             if framework == "torch":
                 refuse_jit_trace()
             native: Any
@@ -214,7 +216,7 @@ def with_fast_path(
             programs = framework == "jax" and eager.takes(*call[:4], request.backend)
             if programs:
                 results = eager.attention(inputs, request.options, request.flag)
-                native = eager.Jax(type(inputs[verb.q]))
+                native = eager.Jax(type(inputs[verb.lead_index]))
             else:
                 results = dispatch.run(*call, request.backend, request.values, request.memo)
                 native = native_of(framework)
@@ -314,7 +316,7 @@ def _of_starts(seqs: SeqLayout, repeat: Any) -> Any:
 
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:
     """The layout bound to a call's arrays, which have this form."""
-    at = 4 * verb.q
+    at = 4 * verb.lead_index
     q: tuple[int, ...] = form[at]
     rows_q, rows_k = q[-3], form[at + 4][-3]
     batch = q[0] if len(q) == 4 else None
@@ -334,7 +336,7 @@ def _key_is_complete(
     """Whether every call with the same `key` is the same call but for addresses, so that this one's launches serve it."""
     if mask is not None:
         others = {name: x for name, x in options.items() if name != "mask"}
-        mine = all(name.startswith("mask_") for name in request.verb.extras)
+        mine = all(name.startswith("mask_") for name in request.verb.extra_inputs)
         return mine and are_plain(others, out) and not request.values
     if option_arrays:
         # The widths of a kernel's accesses to an option's array depend on its address modulo 16, so all addresses must be
@@ -349,8 +351,8 @@ def _key_is_complete(
             and key[0][-1] == 0
             and not request.values
         )
-    # The key has only the OR of all addresses modulo 16. It says something about each of `extras` only where it is 0.
-    aligned = not verb.extras or key[-1] == 0
+    # The key has only the OR of all addresses modulo 16. It says something about each of `extra_inputs` only where it is 0.
+    aligned = not verb.extra_inputs or key[-1] == 0
     return request.verb is verb and aligned and are_plain(options, out)
 
 

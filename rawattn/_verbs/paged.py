@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
 ArrayT = TypeVar("ArrayT")
 
 
-class Limits(NamedTuple):
+class VisibilityRule(NamedTuple):
     """Which keys a row may see, by the options of `attention` of these names.
 
     written: whether the rows are new keys of `append_kv`, each of which needs its own slot.
@@ -219,14 +219,14 @@ def read_pages(
     named: Mapping[str, Any],
     options: Options,
     names: Sequence[str] = PAGED.inputs[:3],
-    limits: Limits | None = None,
+    visibility: VisibilityRule | None = None,
 ) -> tuple[Any, Options]:
     """The page ids of a call, on the device of its rows, and the options with a `PagedLayout` as `seqs`.
 
     Integers are checked where all of them are on the host, or with `validate`.
 
     named: the arguments of the call. names: the arguments that are the rows and both arrays of pages.
-    limits: which keys a row may see; None takes that from the options.
+    visibility: which keys a row may see; None takes that from the options.
     """
     validate = flag("validate", named["validate"])
     rows, k_pages, v_pages = found = [named[name] for name in names]
@@ -240,16 +240,18 @@ def read_pages(
         host = import_integers("block_table", ids)
         on_host = isinstance(host, np.ndarray)
         if validate or (on_host and layout.on_host):
-            limits = limits or limits_of(options)
-            check_pages(rows, k_pages, v_pages, host, layout, limits)
+            visibility = visibility or visibility_of(options)
+            check_pages(rows, k_pages, v_pages, host, layout, visibility)
         if on_host:
             table = _beside(rows, host)
     return table, options._replace(seqs=layout)
 
 
-def limits_of(options: Options) -> Limits:
+def visibility_of(options: Options) -> VisibilityRule:
     """Which keys a row may see, by the options of its call."""
-    return Limits(_options.window(options), _options.sink(options), _options.top_left(options))
+    return VisibilityRule(
+        _options.window(options), _options.sink(options), _options.top_left(options)
+    )
 
 
 class Scaled(NamedTuple):
@@ -277,7 +279,7 @@ def check_pages(
     v_pages: Any,
     table: Any,
     layout: pages.PagedLayout,
-    limits: Limits,
+    visibility: VisibilityRule,
 ) -> None:
     """ValueError for lengths that do not fit, for page ids out of range, and for two new rows in one slot.
 
@@ -291,8 +293,10 @@ def check_pages(
         table = table.get()
     form = pages.form(layout, shapes[0], shapes[1], shapes[2], table)
     lengths = host_lengths(layout.bind(shapes[0], shapes[1], table.shape))
-    page_ids.check_ids(table, lengths, form, limits.window, limits.sink, limits.top_left)
-    if limits.written:
+    page_ids.check_ids(
+        table, lengths, form, visibility.window, visibility.sink, visibility.top_left
+    )
+    if visibility.written:
         page_ids.check_slots(table, lengths, form)
 
 

@@ -99,7 +99,7 @@ def with_fast_path(
             request = read_call(*args, **options)
             call = request.verb, request.inputs, request.targets, request.options, request.flag
             results = dispatch.run(*call, request.backend, request.values)
-            framework = framework_of(request.inputs[request.verb.q])
+            framework = framework_of(request.inputs[request.verb.lead_index])
             native = native_of(framework)
             if (
                 gathered is None

@@ -14,7 +14,7 @@ from rawattn._call import scales
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.gradients import wanted
 from rawattn._call.hints import refuse_unknown
-from rawattn._call.options import Options, flag, shown
+from rawattn._call.options import Options, flag, for_message
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._forgetting import make_room
 from rawattn._interop import arrays, dynamo
@@ -30,7 +30,7 @@ from rawattn._verbs.append import append_kv
 from rawattn._verbs.attention import attention, first
 from rawattn._verbs.backward import attention_backward, gradients
 from rawattn._verbs.combine import combine
-from rawattn._verbs.paged import check_pages, limits_of, paged_attention, read_pages, scaled
+from rawattn._verbs.paged import check_pages, paged_attention, read_pages, scaled, visibility_of
 from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
 
 # Entries of `Plan._repeats`. Each is one way to pass a call's arrays: how many by position, and which by name.
@@ -79,9 +79,9 @@ class Plan:
         self._gpu: GpuPlan | None = None
         self._repeat: Repeat | None = None
         self._repeats: dict[tuple[Any, ...], Repeat] = {}  # calls that pass arrays by name
-        native = native_of(arrays.framework_of(inputs[verb.q]))
+        native = native_of(arrays.framework_of(inputs[verb.lead_index]))
         if native is not None and backend != "cpu":
-            read = native.read((*inputs, *targets), verb.required)
+            read = native.read((*inputs, *targets), verb.required_count)
             if read is not None:
                 if read[2]:
                     refuse_gradients(verb, options, inputs, targets)
@@ -173,7 +173,7 @@ class Plan:
 
     def _is_program(self, inputs: Sequence[Any], targets: Sequence[Any]) -> bool:
         """Whether the call runs as a compiled program of JAX."""
-        if arrays.framework_of(inputs[self._verb.q]) != "jax":
+        if arrays.framework_of(inputs[self._verb.lead_index]) != "jax":
             return False
         return eager.takes(self._verb, inputs, targets, self._options, self._backend)
 
@@ -189,7 +189,7 @@ class Plan:
         table, layout = named.get("block_table"), self._options.seqs
         if isinstance(table, np.ndarray) and layout.on_host:
             q, k_pages, v_pages = (named[name] for name in PAGED.inputs[:3])
-            check_pages(q, k_pages, v_pages, table, layout, limits_of(self._options))
+            check_pages(q, k_pages, v_pages, table, layout, visibility_of(self._options))
 
     def _outputs_to_write(self, out: Any, into: Any) -> Sequence[Any]:
         """The caller's array for each output of the verb, None for those that are not given."""
@@ -246,7 +246,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     planned: tuple[Any, ...] = (attention, attention_backward, paged_attention, append_kv, combine)
     # Not `fn in planned`, which fails for an array: comparing it with == gives no bool.
     if not any(fn is each for each in planned):
-        name = getattr(fn, "__name__", None) or shown(fn)
+        name = getattr(fn, "__name__", None) or for_message(fn)
         if name == "attention":
             name = f"{fn.__module__}.{name}"
         if hasattr(fn, "__dlpack__"):

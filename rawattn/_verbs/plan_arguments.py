@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call import pages
-from rawattn._call.options import shown
+from rawattn._call.options import for_message
 from rawattn._interop.integers import import_integers
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.option_arrays import caller_names
@@ -84,10 +84,10 @@ class Arguments:
     def _put_mask(self, inputs: list[Any], index: int, mask: Any) -> None:
         planned = self._options.mask
         if planned is None or not isinstance(mask, BlockMask) or mask.form != planned:
-            got = f"a BlockMask {mask.shape}" if isinstance(mask, BlockMask) else shown(mask)
+            got = f"a BlockMask {mask.shape}" if isinstance(mask, BlockMask) else for_message(mask)
             expected = f"a BlockMask {planned.shape}" if planned else "an array of bools"
             raise ValueError(f"mask: got {got}, expected {expected}, as when the call was planned")
-        found = mask.beside(inputs[self._verb.q])
+        found = mask.on_device_of(inputs[self._verb.lead_index])
         inputs[index : index + len(found)] = found
 
     def _put_integers(self, integers: dict[str, Any], name: str, value: Any) -> None:

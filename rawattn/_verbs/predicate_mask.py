@@ -10,7 +10,7 @@ import numpy as np
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST
 from rawattn._masks import host
-from rawattn._masks.block_mask import BlockMask, buffers, finished, map_of, shaped
+from rawattn._masks.block_mask import BlockMask, bits_view, from_filled, map_view, zeroed_buffers
 from rawattn._masks.layout import GRANULE_ROWS, Shape
 from rawattn._runtime.devices import gpu_available
 from rawattn._scores.numpy_eval import holds
@@ -46,8 +46,8 @@ def of_predicate(text: str, shape: Shape, captured: Mapping[str, Any]) -> BlockM
 
 
 def _on_host(predicate: Predicate, captured: Mapping[str, Any], shape: Shape) -> BlockMask:
-    words = buffers(shape)
-    bits, found, _ = words
+    buffers = zeroed_buffers(shape)
+    bits, found, _ = buffers
     _, _, rows, keys = shape
     j = np.arange(keys)
     for batch, head in np.ndindex(shape[:2]):
@@ -59,7 +59,7 @@ def _on_host(predicate: Predicate, captured: Mapping[str, Any], shape: Shape) ->
             band = slice(first // GRANULE_ROWS, first // GRANULE_ROWS + 1)
             host.write_rows(
                 keep,
-                shaped(bits, shape)[batch, head, some],
-                map_of(found, shape)[batch, head, band],
+                bits_view(bits, shape)[batch, head, some],
+                map_view(found, shape)[batch, head, band],
             )
-    return finished(words, shape)
+    return from_filled(buffers, shape)

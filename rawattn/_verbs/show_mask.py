@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rawattn._call import options as _options
 from rawattn._call import outputs
 from rawattn._call.argument_kinds import checks_arguments
-from rawattn._call.options import DEFAULTS, shown
+from rawattn._call.options import DEFAULTS, for_message
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask
 from rawattn._verbs.block_mask import block_mask
@@ -75,7 +75,7 @@ def show_mask(
             f"mask: got a batch and heads of {heads}, expected at least one of each to show"
         )
     for name, index, extent in (("batch", batch, heads[0]), ("head", head, heads[1])):
-        if _options.whole(name, index, "an int >= 0") >= extent > 1:
+        if _options.nonnegative_int(name, index, "an int >= 0") >= extent > 1:
             raise ValueError(f"{name}: got {index}, expected less than {extent}, that of the mask")
     tile_q, tile_k = _tile(tile, rows, keys)
     settings = DEFAULTS._replace(causal=causal, align=align, window=window, sink=sink)
@@ -107,7 +107,7 @@ def _length(name: str, given: int | None, own: int | None) -> int:
                 f"{name}: got None, expected the length of the sequence, since there is no mask that says it"
             )
         return own
-    size = _options.whole(name, given, "an int >= 0")
+    size = _options.nonnegative_int(name, given, "an int >= 0")
     if own is not None and own != 1 and size > own:
         raise ValueError(f"{name}: got {size}, expected at most {own}, that of the mask")
     return size
@@ -120,10 +120,10 @@ def _tile(tile: tuple[int, ...] | None, rows: int, keys: int) -> tuple[int, int]
     accepted = "a tuple (rows, keys) of ints >= 1"
     given: Any = tile
     if not isinstance(given, (tuple, list)):
-        raise TypeError(f"tile: got {shown(tile)}, expected {accepted}")
-    sizes = [_options.whole("tile", n, accepted) for n in given]
+        raise TypeError(f"tile: got {for_message(tile)}, expected {accepted}")
+    sizes = [_options.nonnegative_int("tile", n, accepted) for n in given]
     if len(sizes) != 2 or min(sizes) < 1:
-        raise ValueError(f"tile: got {shown(tile)}, expected {accepted}")
+        raise ValueError(f"tile: got {for_message(tile)}, expected {accepted}")
     return sizes[0], sizes[1]
 
 
@@ -157,7 +157,9 @@ def _rows_of(
 def _file(path: Any) -> Path:
     """The picture's path, checked before the work begins."""
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: got {shown(path)}, expected the name of a file, as 'mask.png'")
+        raise TypeError(
+            f"path: got {for_message(path)}, expected the name of a file, as 'mask.png'"
+        )
     file = Path(path)
     outputs.check_ending("path", file, _ENDINGS)
     outputs.check("path", file)

@@ -44,7 +44,7 @@ def topk_mask(
     """
     settings = DEFAULTS._replace(causal=causal, align=align)
     is_causal, top_left = options.causal(settings), options.top_left(settings)
-    count = options.whole("k", k, "an int >= 0")
+    count = options.nonnegative_int("k", k, "an int >= 0")
     refuse_tracers({"scores": scores})
     with arrays.on_stream_of(scores, arrays.framework_of(scores)) as stream:
         imported = arrays.import_array("scores", scores, stream=stream)

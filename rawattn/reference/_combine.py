@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import partials
-from rawattn._call.partials import Given
+from rawattn._call.partials import PartialsSide
 from rawattn.reference._call import Array, floats
 
 _FLOAT64 = np.dtype(np.float64)
@@ -47,7 +47,7 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
     return np.sum(_beside(weights) * values, axis=0), lse
 
 
-def _stacked(side: Given, arrays: list[Array]) -> Array:
+def _stacked(side: PartialsSide, arrays: list[Array]) -> Array:
     return np.stack(arrays) if side.listed else arrays[0]
 
 

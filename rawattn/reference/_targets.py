@@ -9,7 +9,7 @@ import numpy as np
 
 from rawattn._call.checks import check_apart, check_own_elements
 from rawattn._call.gradients import Gradients, check_given
-from rawattn._call.options import shown
+from rawattn._call.options import for_message
 from rawattn.reference._call import Array, Call, is_float
 
 
@@ -21,7 +21,7 @@ def write(name: str, target: Any, result: Array, rows: Array | None = None) -> A
     if target is None:
         return result
     if not isinstance(target, np.ndarray):
-        raise TypeError(f"{name}: got {shown(target)}, expected a NumPy array or None")
+        raise TypeError(f"{name}: got {for_message(target)}, expected a NumPy array or None")
     if target.shape != result.shape:
         raise ValueError(f"{name}: got shape {target.shape}, expected {result.shape}")
     if not is_float(target.dtype):

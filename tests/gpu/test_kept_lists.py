@@ -102,7 +102,7 @@ def test_masks_that_die_before_their_calls_are_done(expected: list[bytes]) -> No
     given = list(map(cupy.asarray, QKV))
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     call(block_mask(cupy.asarray(KEEPS[0])), given)
-    words = [block_mask(cupy.asarray(keep)).words for keep in KEEPS]
+    words = [block_mask(cupy.asarray(keep)).buffers for keep in KEEPS]
     cupy.cuda.Device().synchronize()
     found = []
     with closed(streams[0]):
@@ -208,7 +208,7 @@ def test_tensors_of_torch(torch: Any) -> None:
     wanted = rawattn.attention(*given, mask=whole)
     rawattn.attention(*given, mask=block_mask(KEEPS[1]))
     first = torch.cuda.Stream()
-    mask.beside(given[0])
+    mask.on_device_of(given[0])
     torch.cuda.synchronize()
     with closed(of_torch(first)):
         with torch.cuda.stream(first):

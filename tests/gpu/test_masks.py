@@ -152,7 +152,7 @@ def test_a_mask_of_the_host_is_copied_once() -> None:
     q, k, v = arrays()
     mask = block_mask(blocky(2, 2, 333, 520))
     first = rawattn.attention(*on_gpu(q, k, v), mask=mask)
-    assert mask.beside(cupy.asarray(q))[0] is mask.beside(cupy.asarray(q))[0]
+    assert mask.on_device_of(cupy.asarray(q))[0] is mask.on_device_of(cupy.asarray(q))[0]
     np.testing.assert_array_equal(rawattn.attention(*on_gpu(q, k, v), mask=mask).get(), first.get())
     np.testing.assert_array_equal(rawattn.attention(q, k, v, mask=mask), first.get())
 

@@ -30,7 +30,7 @@ def lengths_of(longest: int, rows: int = 1000) -> Lengths:
     [(0, 0), (1, 1), (2, 2), (3, 3), (5, 7), (128, 128), (127, 127), (129, 255), (513, 1000)],
 )
 def test_the_bound_of_lengths(longest: int, bound: int) -> None:
-    assert structure(lengths_of(longest)).k.most == bound
+    assert structure(lengths_of(longest)).k.length_bound == bound
 
 
 def test_lengths_of_one_bound_share_a_token() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rawattn._call.options import Options
 from rawattn._call.pages import PagedLayout, split
 from rawattn._runtime.append import append_verb
-from rawattn._runtime.option_arrays import Given
+from rawattn._runtime.option_arrays import OptionsSplit
 from rawattn._verbs.append import read_append
 from rawattn._verbs.paged import scaled
 from tests import exhaustive
@@ -42,11 +42,15 @@ def run(device: Device, call: Appended, *, on_device: bool = False) -> None:
         inputs = (call.k, call.v, *pools, *queries, table, *(call.rotary or ()), *factors)
     else:
         verb, inputs, _, options, values = read_append(**named)
-    k_pages, v_pages, out = run_append(device, Given(verb, (), values, options), inputs, on_device)
+    k_pages, v_pages, out = run_append(
+        device, OptionsSplit(verb, (), values, options), inputs, on_device
+    )
     call.verify(k_pages, v_pages, out)
 
 
-def run_append(device: Device, given: Given, inputs: Any, on_device: bool) -> tuple[Any, Any, Any]:
+def run_append(
+    device: Device, given: OptionsSplit, inputs: Any, on_device: bool
+) -> tuple[Any, Any, Any]:
     """The pages, and the queries turned."""
     targets = (None,) * len(given.verb.outputs)
     written: dict[str, Any] = {}
@@ -130,7 +134,7 @@ def test_rows_without_a_slot_are_not_written(machine: MakeDevice, pair: bool) ->
     pools = call.pools()
     indptr, table = split(call.pages.block_table)
     options = Options(seqs=PagedLayout(None, np.full(4, 2), indptr))
-    given = Given(append_verb(False, False, False), (), (), options)
+    given = OptionsSplit(append_verb(False, False, False), (), (), options)
     device = machine(checked=True)
     room = 4 * table.shape[-1]
     for lengths in ((-1, -(2**31), 0, -7), (2**31 - 1, 2**20, room + 2, room + 40)):
@@ -149,7 +153,7 @@ def test_ids_of_no_page_are_not_written(machine: MakeDevice) -> None:
     for b, wild in enumerate((-1, info.min, info.max, len(call.pages.k_pages))):
         table[b, used[b]] = wild
     options = Options(seqs=PagedLayout(None, call.pages.seqlen_k, None))
-    given = Given(append_verb(False, False, False), (), (), options)
+    given = OptionsSplit(append_verb(False, False, False), (), (), options)
     inputs = (call.k, call.v, *pools, table)
     k_pages, v_pages, _ = run_append(machine(checked=True), given, inputs, True)
     assert k_pages.tobytes() == pools[0].tobytes()
@@ -169,6 +173,6 @@ def test_positions_without_an_angle_have_the_nearest(machine: MakeDevice) -> Non
 
 def _with_angles(device: Device, call: Appended, rotary: Any) -> tuple[Any, Any, Any]:
     options = Options(seqs=PagedLayout(None, call.pages.seqlen_k, None))
-    given = Given(append_verb(True, False, True), (), (), options)
+    given = OptionsSplit(append_verb(True, False, True), (), (), options)
     inputs = (call.k, call.v, *call.pools(), call.q, call.pages.block_table, *rotary)
     return run_append(device, given, inputs, True)

@@ -345,7 +345,7 @@ def ragged(
     seqs = SeqLayout.from_lengths(lens_q, lens_k) if packed else SeqLayout(**given)
     problem, lengths = describe(q, k, k, causal=lens_q == lens_k, seqs=seqs)
     form = structure(lengths)
-    return replace(problem, max_seqlen_q=form.q.most, max_seqlen_k=form.k.most)
+    return replace(problem, max_seqlen_q=form.q.length_bound, max_seqlen_k=form.k.length_bound)
 
 
 def test_few_key_tiles_are_shared() -> None:

@@ -16,7 +16,7 @@ from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._kernels.portable import combine as twin
 from rawattn._runtime import on_gpu
 from rawattn._runtime.combine import combine_verb
-from rawattn._runtime.option_arrays import Given
+from rawattn._runtime.option_arrays import OptionsSplit
 from rawattn._verbs import fast_path
 from rawattn._verbs.combine import read
 from tests import exhaustive
@@ -38,7 +38,7 @@ class Runs:
         self, call: Call, target: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         arrays, *form = read(call.outs, call.lses, call.form.result)
-        given = Given(combine_verb(*form), (), (), DEFAULTS)
+        given = OptionsSplit(combine_verb(*form), (), (), DEFAULTS)
         inputs = tuple(map(np.asarray, arrays))
         out, lse = run_verb(self.device, "portable", given, inputs, (target, None), False, False)
         for memory in self.device.memory:

@@ -85,7 +85,7 @@ def test_a_plan_leaves_padding_rows_of_arrays_to_write(
         real[span] = True
     for kept in (theirs, (), theirs):
         written = {}
-        for n, shape, dtype in call.made:
+        for n, shape, dtype in call.allocated_outputs:
             array = np.empty(shape, dtype)
             array.reshape(-1).view(np.uint8)[:] = POISON
             name = given.verb.outputs[n]

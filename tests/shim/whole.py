@@ -151,7 +151,7 @@ def run_verb(
     ]
     device.memory += [x.memory for x in in_memory if x is not None]
     addresses = [0 if x is None else x.address for x in in_memory]
-    extras = slice(len(verb.inputs) - len(verb.extras), len(verb.inputs))
+    extras = slice(len(verb.inputs) - len(verb.extra_inputs), len(verb.inputs))
     pointers = 0
     for n, address in enumerate(addresses):
         pointers |= 0 if extras.start <= n < extras.stop else address
@@ -163,7 +163,7 @@ def run_verb(
         device.memory.append(copy.memory)
         addresses[n] = copy.address
     results = in_memory[len(inputs) :]
-    for n, shape, dtype in call.made:
+    for n, shape, dtype in call.allocated_outputs:
         blank = np.full(shape, POISON, np.uint8).astype(dtype)
         blank.reshape(-1).view(np.uint8)[:] = POISON
         results[n] = InMemory(verb.outputs[n], blank, readonly=False)

@@ -95,7 +95,7 @@ def by_mask(keys: KeptRows, values: KeptRows, mask: Mask, target: Target) -> Ste
     problem = keys.problem
     batch, nheads, rows, _ = mask.shape
     first, last = limits(problem) or (-_FAR, _FAR)
-    words = layout.words(mask.shape[3])
+    words = layout.words_of_row(mask.shape[3])
     blocks = batch * nheads * -(-words // _MASK_WORDS) * -(-rows // _MASK_ROWS)
     fields = {
         "limits.first": first,

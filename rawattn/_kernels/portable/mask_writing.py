@@ -18,7 +18,7 @@ from rawattn._masks.layout import (
     bands,
     bits_shape,
     keys_bytes,
-    words,
+    words_of_row,
 )
 from rawattn._scores.cuda_text import predicate_text
 from rawattn._scores.program import ScoreText
@@ -35,7 +35,7 @@ def fields(shape: Shape) -> dict[str, int]:
     return {
         "written.rows": rows,
         "written.keys": keys,
-        "written.words": words(keys),
+        "written.words": words_of_row(keys),
         "written.nheads": nheads,
     }
 
@@ -150,7 +150,7 @@ def keys_step(shape: Shape) -> Step | None:
     count = bands(shape)
     if count <= 1:
         return None
-    planes, row = shape[0] * shape[1], words(shape[3])
+    planes, row = shape[0] * shape[1], words_of_row(shape[3])
     source = _source(
         "rawattn_mask_keys",
         "portable/mask_keys.cu",

@@ -105,7 +105,7 @@ def split(
     tile follows from its length.
     """
     most = _most(structure, tiles)
-    keys = -(-structure.k.most // config.tile_k)
+    keys = -(-structure.k.length_bound // config.tile_k)
     if problem.num_splits is not None:
         count = min(problem.num_splits, keys)
         return Splits(count, 1, most) if count > 1 and most else WHOLE
@@ -115,7 +115,7 @@ def split(
     met = _met(problem, config, keys)
     pieces = target.multiprocessors * config.blocks_per_sm
     if structure.ragged:
-        pieces *= _PIECES_OF_ONE_TILE if structure.q.most <= tiles.rows else _PIECES
+        pieces *= _PIECES_OF_ONE_TILE if structure.q.length_bound <= tiles.rows else _PIECES
     least = max(-(-LEAST_KEYS // config.tile_k), -(-met * most // pieces))
     count = min(-(-met // least), MAX_SPLITS)
     return Splits(count, max(least, -(-met // count)), most) if count > 1 else WHOLE
@@ -190,7 +190,7 @@ def line(
     most = _most(structure, tiles)
     slots = target.multiprocessors * config.blocks_per_sm
     abreast = _abreast(tiles.heads, slots)
-    keys = _met(problem, config, -(-structure.k.most // config.tile_k))
+    keys = _met(problem, config, -(-structure.k.length_bound // config.tile_k))
     if problem.num_splits is not None:
         count = max(1, min(problem.num_splits, keys))
         return Line(replace(tiles, times=count), count, 1, abreast, most * count, tiles.heads)
@@ -274,7 +274,7 @@ def _met(problem: Problem, config: Tiled, keys: int) -> int:
 
 def _most(structure: Structure, tiles: Tiles) -> int:
     side = structure.side(tiles.side)
-    each = structure.batch * -(-side.most // tiles.rows)
+    each = structure.batch * -(-side.length_bound // tiles.rows)
     if structure.group:
         each = min(each, side.rows // tiles.rows + structure.batch)
     return each * tiles.heads

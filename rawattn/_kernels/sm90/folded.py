@@ -50,7 +50,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     """The launches of a call for which `is_whole` holds."""
     problem, target, operands = _folded(problem, target, operands)
     rows = problem.rows_q
-    q = structure.q._replace(rows=rows, most=rows)
+    q = structure.q._replace(rows=rows, length_bound=rows)
     inner = forward_steps.steps(problem, structure._replace(q=q), operands, target)
     # The runtime's lengths count one row for each sequence, so blocks are counted here. No launch counts tiles of keys.
     lengths = bind(None, batch=problem.batch, rows_q=rows, rows_k=1)
