@@ -38,7 +38,7 @@ def biased(
 def operands(*strides: int, alignment: int = 0) -> Operands:
     """Of elements of 2 bytes."""
     return Operands(
-        of_options={"bias": tuple(2 * n for n in strides)}, alignments={"bias": alignment}
+        option_strides={"bias": tuple(2 * n for n in strides)}, alignments={"bias": alignment}
     )
 
 
@@ -61,7 +61,7 @@ ODD = (8 * 101 * 101, 101 * 101, 101, 1)  # rows of 101 keys
         (biased((1, 8, 100, 100), dense=False), operands(*ODD), "16 bits"),
         (biased((1, 8, 100, 100), dtype="float32"), operands(*ODD), "16 bits"),
         (problem(4, 100, 8, 64), Operands(), "16 bits"),
-        (biased((1, 8, 100, 100)), Operands(of_options={"bias": ODD}), "not known"),
+        (biased((1, 8, 100, 100)), Operands(option_strides={"bias": ODD}), "not known"),
     ],
 )
 def test_which_biases_are_copied_to_aligned_rows(
@@ -82,7 +82,7 @@ def test_copies_are_as_large_as_the_bias_and_keep_what_is_shared() -> None:
         ((0, 0, 101, 1), (0, 0, 208, 2)),
     ):
         copied = aligned_bias.operands_of(call, operands(*strides, alignment=6))
-        assert copied.of_options["bias"] == own
+        assert copied.option_strides["bias"] == own
         assert copied.alignments["bias"] == 0
         assert aligned_bias.supports(call, H200, copied) is not None
 
@@ -124,7 +124,7 @@ def test_tiles_of_whole_boxes_of_pages(headdim: int, page_size: int) -> None:
     )
     given = Operands(
         strides_of_pages(call),
-        of_options={"bias": tuple(2 * n for n in (8 * 512 * 1023, 512 * 1023, 1023, 1))},
+        option_strides={"bias": tuple(2 * n for n in (8 * 512 * 1023, 512 * 1023, 1023, 1))},
         alignments={"bias": 0},
     )
     config = forward.choose(call, H200, given)
@@ -181,10 +181,10 @@ def test_small_tiles_of_the_backward(rows: int, shape: tuple[int, ...], small: b
     call = problem(256, rows, 6, 64, bias=ArrayForm("bfloat16", shape, shape))
     keys = -(-rows // 8) * 8
     strides = tuple(2 * n for n in (6 * shape[2] * keys, shape[2] * keys, keys, 1))
-    given = Operands(of_options={"bias": strides, "dbias": strides}, alignments={"bias": 0})
+    given = Operands(option_strides={"bias": strides, "dbias": strides}, alignments={"bias": 0})
     config = backward.choose(call, H200, given)
     assert (config.tile_k == 64) == small
     assert config.bias_of_keys == (shape[2] == 1)
     # A gradient that nobody wants has no sums.
-    alone = Operands(of_options={"bias": strides}, alignments={"bias": 0})
+    alone = Operands(option_strides={"bias": strides}, alignments={"bias": 0})
     assert (backward.choose(call, H200, alone).tile_k == 64) == (rows <= 384)

@@ -19,10 +19,10 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import decode as sm90_decode
-from rawattn._kernels.sm90 import filling, tile_heads
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
+from rawattn._kernels.sm90 import tile_heads, time_estimate
 from rawattn._kernels.target import without_device
 from rawattn._kernels.variants import common_variants, strides_of_pages
 from rawattn._strides import contiguous
@@ -192,7 +192,9 @@ def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None
     problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
     problem = replace(problem, rows_k=500, max_seqlen_k=500, window_right=0, headdim=64)
     problem = replace(problem, alibi_slopes=ArrayForm("float32", (4,), (4,)))
-    operands = Operands(of_options={"bias": (500_000, 500_000, 1000, 2)}, alignments={"bias": 0})
+    operands = Operands(
+        option_strides={"bias": (500_000, 500_000, 1000, 2)}, alignments={"bias": 0}
+    )
     config = sm90_forward.choose(replace(problem, **options), H200, operands)
     assert config.ramp == ramp
     # Addends of both sides, which have no bound by rows, must be there before scores are compared.
@@ -423,7 +425,7 @@ def test_few_tiles_beside_a_bias(
     rows: int, heads: tuple[int, int], headdim: int, causal: bool, expected: str
 ) -> None:
     shape = (1, 1, rows, rows)
-    operands = Operands(of_options={"bias": (0, 0, 2 * rows, 2)}, alignments={"bias": 0})
+    operands = Operands(option_strides={"bias": (0, 0, 2 * rows, 2)}, alignments={"bias": 0})
     bias = ArrayForm("bfloat16", shape, shape)
     found = tile(1, rows, rows, heads, headdim, causal, operands=operands, bias=bias)
     assert found == expected
@@ -493,9 +495,9 @@ def test_blocks_that_share_a_multiprocessor() -> None:
     q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 64)) for n in (256, 4096))
     problem, _ = describe(q, k, k)
     fields = {"consumers": 1, "tile_k": 64}  # 8 tiles
-    alone = filling.duration(problem, 8, fields, 1)
-    assert alone < filling.duration(problem, 4, fields, 1, 2) < 2 * alone
-    assert alone == filling.duration(problem, 8, fields, 1, 2)  # each has one to itself
+    alone = time_estimate.duration(problem, 8, fields, 1)
+    assert alone < time_estimate.duration(problem, 4, fields, 1, 2) < 2 * alone
+    assert alone == time_estimate.duration(problem, 8, fields, 1, 2)  # each has one to itself
 
 
 @pytest.mark.parametrize(
@@ -534,12 +536,12 @@ def test_a_longer_call_takes_longer() -> None:
     fields = {"consumers": 2, "tile_k": 128}
     q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 128)) for n in (256, 4096))
     problem, _ = describe(q, k, k)
-    alone = filling.duration(problem, 132, fields, 1)
-    assert alone == filling.duration(problem, 4, fields, 1) == 4096 + 240
-    assert filling.duration(problem, 2, fields, 1) == 2 * alone
-    assert filling.duration(problem, 3, fields, 1) == 2 * alone
+    alone = time_estimate.duration(problem, 132, fields, 1)
+    assert alone == time_estimate.duration(problem, 4, fields, 1) == 4096 + 240
+    assert time_estimate.duration(problem, 2, fields, 1) == 2 * alone
+    assert time_estimate.duration(problem, 3, fields, 1) == 2 * alone
     causal, _ = describe(q, k, k, causal=True)
-    assert alone < filling.duration(causal, 2, fields, 1) <= 2 * alone
+    assert alone < time_estimate.duration(causal, 2, fields, 1) <= 2 * alone
 
 
 def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
@@ -571,7 +573,7 @@ def test_tiles_of_packed_batches() -> None:
 
 def test_no_queries() -> None:
     """Lengths on the host may be 0 where arrays have rows."""
-    for keys in (40, sm90_forward.STREAM_K_SEQLEN):
+    for keys in (40, sm90_forward.STREAM_K_ALWAYS_KEYS):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, 4, 128)) for rows in (38, keys))
         problem, _ = describe(q, k, k, causal=True, seqs=SeqLayout(seqlen_q=[0]))
         assert not sm90_forward.choose(problem, H200, Operands()).stream_k

@@ -97,10 +97,10 @@ def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
         size = ITEMSIZE[problem.bias.dtype]
         line, plane = 128 * size, 128 * size * problem.bias.shape[2]
         operands = Operands(
-            of_options={"bias": (2 * plane, plane, line, size)}, alignments={"bias": 0}
+            option_strides={"bias": (2 * plane, plane, line, size)}, alignments={"bias": 0}
         )
     elif problem.alibi_slopes is not None:
-        operands = Operands(of_options={"alibi_slopes": (4,)})
+        operands = Operands(option_strides={"alibi_slopes": (4,)})
     with ExitStack() as stack:
         for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
             stack.enter_context(

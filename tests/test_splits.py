@@ -133,7 +133,7 @@ def line_of(batch: int, keys: int, heads: int, **options: Any) -> splits.Line:
     q, k = Like(batch, 1, 4 * heads, 128), Like(batch, keys, heads, 128)
     problem, lengths = describe(q, k, k, **options)
     config = decode.choose(problem, H200, Operands())
-    tiles = Tiles("q", config.tile_q, decode.tiles_of_heads(problem, config.heads))
+    tiles = Tiles("q", config.tile_q, decode.head_tiles(problem, config.heads))
     return splits.line(problem, structure(lengths), config, H200, tiles, config.waves)
 
 

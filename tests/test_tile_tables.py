@@ -23,8 +23,8 @@ from rawattn._kernels import tile_tables as _tiles
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, selection, using_tiles
-from rawattn._kernels.sm90 import filling, forward_steps
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_steps, time_estimate
 from rawattn._kernels.target import without_device
 from rawattn._runtime import on_gpu
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
@@ -191,11 +191,11 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         shared = forward_steps.stream_k_of(problem, config, clusters)
         tiles = -(-seqlens[0] // config.schedule_rows) * heads % clusters
         keys = -(-seqlens[1] // config.tile_k)
-        least = sm90_forward.least_piece(problem, config.tile_k)
-        pieces = filling.pieces_of(tiles, keys, clusters, least)
+        least = sm90_forward.least_piece_tiles(problem, config.tile_k)
+        pieces = time_estimate.pieces_of(tiles, keys, clusters, least)
         if shared is None:
             gain = (pieces - tiles) * keys
-            assert tiles == 0 or gain < clusters * sm90_forward.WORTH_SHARING
+            assert tiles == 0 or gain < clusters * sm90_forward.LEAST_GAIN_TILES
             continue
         assert pieces <= clusters
         assert tiles * keys >= pieces * least
@@ -225,7 +225,7 @@ def test_what_is_shared_out():
         assert config is not None
         return config.stream_k
 
-    long = sm90_forward.STREAM_K_SEQLEN
+    long = sm90_forward.STREAM_K_ALWAYS_KEYS
     assert shares(long)
     assert not shares(long - 1)
     assert shares(long, causal=True)

@@ -16,8 +16,8 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, using_tiles
-from rawattn._kernels.sm90 import filling
 from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import time_estimate
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import kernel, on_gpu
 from rawattn._verbs import fast_path
@@ -111,16 +111,16 @@ def sharing(alike: bool = True) -> Iterator[None]:
     alike: unlike tiles are taken to be alike; else alike ones to be unlike, so that causal ones count by their keys.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(filling, "ALIKE", 0 if alike else 2))
-        stack.enter_context(mock.patch.object(filling, "ITEM_KEYS", 0))
-        stack.enter_context(mock.patch.object(filling, "_HARDLY_LONGER", -(2**31)))
+        stack.enter_context(mock.patch.object(time_estimate, "ALIKE", 0 if alike else 2))
+        stack.enter_context(mock.patch.object(time_estimate, "ITEM_MERGE_COST_KEYS", 0))
+        stack.enter_context(mock.patch.object(time_estimate, "_HARDLY_LONGER", -(2**31)))
         stack.enter_context(mock.patch.object(sm90_forward, "_in_equal_rounds", return_value=True))
         least = {
-            "STREAM_K_SEQLEN": 1,
-            "SHARED_SEQLEN": 1,
-            "UNLIKE_SEQLEN": 1,
-            "WORTH_SHARING": 0,
-            "LEAST_PIECE": 1,
+            "STREAM_K_ALWAYS_KEYS": 1,
+            "STREAM_K_LEAST_KEYS": 1,
+            "STREAM_K_LEAST_KEYS_UNLIKE": 1,
+            "LEAST_GAIN_TILES": 0,
+            "LEAST_PIECE_TILES": 1,
         }
         for name, value in least.items():
             stack.enter_context(mock.patch.object(sm90_forward, name, value))

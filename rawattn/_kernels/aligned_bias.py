@@ -26,7 +26,7 @@ _MOST_OF_MEMORY = 1 / 64
 
 # The fewest scores for each element of the bias, and the fewest query rows, for which a copy saves more time than it takes
 # (docs/notes/scores.md).
-WORTH, LEAST_ROWS = 3, 32
+LEAST_SCORES_PER_ELEMENT, LEAST_ROWS = 3, 32
 
 THREADS = 256
 _COPY = "aligned_bias"
@@ -45,7 +45,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "a copy of its bias takes too much memory"
     if rows < LEAST_ROWS:
         return "its bias has few rows"
-    if problem.batch * problem.nheads_q < WORTH * batches * nheads:
+    if problem.batch * problem.nheads_q < LEAST_SCORES_PER_ELEMENT * batches * nheads:
         return "few scores share an element of its bias"
     if not any(
         stride % WIDEST for stride in (operands.alignments["bias"], *_apart(problem, operands))
@@ -66,7 +66,7 @@ def operands_of(problem: Problem, operands: Operands) -> Operands:
     own = tuple(stride if n > 1 else 0 for stride, n in zip(strides, shape, strict=True))
     return replace(
         operands,
-        of_options={**operands.of_options, "bias": own},
+        option_strides={**operands.option_strides, "bias": own},
         alignments={**operands.alignments, "bias": 0},
         whole_rows=operands.whole_rows | {"bias"},
     )

@@ -103,7 +103,7 @@ def page_fields(problem: Problem, structure: Structure, operands: Operands) -> d
     form = problem.pages
     if form is None:
         return {}
-    strides = score_params.elements(operands.of_options["block_table"], form.dtype)
+    strides = score_params.elements(operands.option_strides["block_table"], form.dtype)
     size = form.page_size
     inverse, shift = division(size)
     return {

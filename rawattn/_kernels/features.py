@@ -138,7 +138,7 @@ def _reads(problem: Problem, operands: Operands, keys: int, *, beyond: bool = Fa
     if form is None or not form.dense or (form.shape[3] % keys and not beyond):
         return False
     nbytes = keys * ITEMSIZE[form.dtype]
-    between = operands.of_options["bias"][:-1]
+    between = operands.option_strides["bias"][:-1]
     return operands.alignments["bias"] % nbytes == 0 and all(x % nbytes == 0 for x in between)
 
 

@@ -40,7 +40,7 @@ FEATURES = features.names() - {
 
 # A call is gathered if it has at least this many keys for each kept one. Gathered rows are read, written and read again; from
 # this ratio on that pays for few queries, too.
-WORTH = 2
+LEAST_KEYS_PER_KEPT = 2
 
 # Names of scratch, by the names of the arrays for which the inner call reads or writes it.
 _INPUTS = {"k": "kept_k", "v": "kept_v"}
@@ -59,7 +59,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "the mask has one key for all"
     if min(problem.batch, problem.rows_q) == 0:
         return "an array is empty"
-    if WORTH * mask.kept > problem.rows_k:
+    if LEAST_KEYS_PER_KEPT * mask.kept > problem.rows_k:
         return "most keys are kept"
     return None
 
@@ -86,7 +86,9 @@ class Gathered:
             before = kept_setup.by_lengths(keys, values, lists, target)
             scratch["kept_lengths"] = 4 * self.problem.batch
         else:
-            before = kept_setup.by_mask(keys, values, Mask(mask.shape, inner.lists.parts), target)
+            before = kept_setup.by_mask(
+                keys, values, Mask(mask.shape, inner.lists.sub_tasks), target
+            )
             scratch["kept_bits"] = layout.bits_bytes(mask.shape)
             scratch["kept_keys"] = layout.keys_bytes(mask.shape)
         between = [

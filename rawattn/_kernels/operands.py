@@ -25,16 +25,16 @@ class Operands:
 
     strides: of each array by name, in bytes.
     pointers: all addresses OR-ed together; only their alignment within 16 bytes counts.
-    ours: outputs that the library allocated, so that their padding rows are its own to fill.
-    of_options: strides of the options' arrays and of their gradients, in bytes.
+    library_owned: outputs that the library allocated, so that their padding rows are its own to fill.
+    option_strides: strides of the options' arrays and of their gradients, in bytes.
     alignments: the addresses of the options' arrays modulo 16.
     whole_rows: the options' arrays whose rows may be read to the end of their last 16 bytes.
     """
 
     strides: Mapping[str, Strides] = field(default_factory=dict)
     pointers: int = 0
-    ours: frozenset[str] = frozenset()
-    of_options: Mapping[str, Strides] = field(default_factory=dict)
+    library_owned: frozenset[str] = frozenset()
+    option_strides: Mapping[str, Strides] = field(default_factory=dict)
     alignments: Mapping[str, int] = field(default_factory=dict)
     whole_rows: frozenset[str] = frozenset()
 

@@ -37,14 +37,14 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if problem.bias is not None:
         found |= broadcast(
-            "bias", problem.bias.shape, operands.of_options["bias"], problem.bias.dtype
+            "bias", problem.bias.shape, operands.option_strides["bias"], problem.bias.dtype
         )
         found["bias.group"] = problem.nheads_q // problem.bias.shape[1]
         found["bias.rows"], found["bias.keys"] = problem.bias.shape[2:]
     for name in ("alibi_slopes", "sink_logits"):
         form = getattr(problem, name)
         if form is not None:
-            strides = elements(operands.of_options[name], form.dtype)
+            strides = elements(operands.option_strides[name], form.dtype)
             found[f"{name}.batch"] = strides[0] if len(strides) > 1 else 0
             found[f"{name}.head"] = strides[-1]
             found[f"{name}.kind"] = KINDS[form.dtype]
@@ -63,7 +63,7 @@ def fields(problem: Problem, operands: Operands) -> dict[str, Any]:
             problem.seed is not None and problem.seed.dtype == "int64"
         )
     for n, form in enumerate(problem.captured):
-        strides = elements(operands.of_options[f"captured{n}"], form.dtype)
+        strides = elements(operands.option_strides[f"captured{n}"], form.dtype)
         missing = 4 - len(form.shape)
         found[f"captured.array{n}.strides"] = (*strides, *(0,) * missing)
         found[f"captured.array{n}.extents"] = (*form.shape, *(1,) * missing)
@@ -81,7 +81,7 @@ def scale_fields(problem: Problem, operands: Operands) -> dict[str, Any]:
     for name in scales.NAMES if problem.float8 else ():
         found[f"{name}.number"] = 1.0
         if isinstance(getattr(problem, name), ArrayForm):
-            found[f"{name}.head"] = elements(operands.of_options[name], "float32")[0]
+            found[f"{name}.head"] = elements(operands.option_strides[name], "float32")[0]
     return found
 
 

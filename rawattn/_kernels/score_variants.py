@@ -109,7 +109,7 @@ def _decoded(target: Target) -> list[Source]:
         if paged:
             problem = replace(problem, ragged=True, pages=pages)
         of_options = {name: contiguous(*x) for name, x in _arrays(problem).items()}
-        operands = Operands(of_options=of_options, alignments=dict.fromkeys(of_options, 0))
+        operands = Operands(option_strides=of_options, alignments=dict.fromkeys(of_options, 0))
         for kernel in (portable_decode, sm90_decode):
             if kernel.supports(problem, target, operands) is None:
                 config = kernel.choose(problem, target, operands)
@@ -166,8 +166,8 @@ def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int =
                 name: contiguous(shape, ITEMSIZE[problem.dtype])
                 for name, shape in (shapes | more).items()
             },
-            ours=frozenset() if at else frozenset(gradients),
-            of_options={name: contiguous(*x) for name, x in of_options.items()},
+            library_owned=frozenset() if at else frozenset(gradients),
+            option_strides={name: contiguous(*x) for name, x in of_options.items()},
             alignments=dict.fromkeys(arrays, at),
         )
         for family in registry.FAMILIES[verb]:

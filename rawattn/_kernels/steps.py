@@ -36,18 +36,18 @@ class Geometry:
 class Tiles:
     """A number of blocks that follows from the lengths: `heads` for each tile of `rows` rows of one side's sequences.
 
-    times: blocks for each of those, such as the blocks of a cluster.
-    most, least: limits before `times` applies. Most is for blocks that take one tile after the other, least for blocks that do
-    other work, too.
-    more: blocks added to the result.
+    blocks_each: blocks for each of those, such as the blocks of a cluster.
+    most, least: limits before `blocks_each` applies. Most is for blocks that take one tile after the other, least for blocks
+    that do other work, too.
+    extra_blocks: blocks added to the result.
     """
 
     side: Literal["q", "k"]
     rows: int
     heads: int = 1
     most: int = MAX_BLOCKS
-    times: int = 1
-    more: int = 0
+    blocks_each: int = 1
+    extra_blocks: int = 0
     least: int = 0
 
     def blocks(self, lengths: Lengths) -> int:
@@ -55,7 +55,7 @@ class Tiles:
         side = lengths.q if self.side == "q" else lengths.k
         tiles = tile_count(side, lengths.batch, self.rows, group=lengths.group)
         count = min(checked(self.side, tiles * self.heads, self.rows), self.most)
-        return max(count, self.least) * self.times + self.more
+        return max(count, self.least) * self.blocks_each + self.extra_blocks
 
 
 def checked(argument: str, blocks: int, rows: int) -> int:
@@ -94,7 +94,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SubTask:
     """One of several tasks of a launch, which has a struct of its own: the struct's fields and its addresses, by path.
 
     fills: the addresses of outputs whose padding rows it fills.
@@ -127,13 +127,13 @@ class Lists:
 
     A later run with the same bits may leave these launches out, where the scratch still holds what they wrote.
 
-    parts: lists of a mask whose bits another launch makes, together with these lists. Each has the fields and addresses of a
-    `helper_params.KEPT_LISTS`.
+    sub_tasks: lists of a mask whose bits another launch makes, together with these lists. Each has the fields and addresses of
+    a `helper_params.KEPT_LISTS`.
     """
 
     launches: tuple[Step, ...] = ()
     scratch: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
+    sub_tasks: tuple[SubTask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,8 @@ class Steps:
 
     launches: tuple[Step, ...]
     config: object
-    schedules: tuple[Part, ...] = ()
-    paddings: tuple[Part, ...] = ()
+    schedules: tuple[SubTask, ...] = ()
+    paddings: tuple[SubTask, ...] = ()
     orders: Mapping[str, int] = field(default_factory=dict)
     scratch: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from rawattn._kernels import params
 from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
-from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_SEQLEN
+from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_ALWAYS_KEYS
 from rawattn._runtime import on_gpu
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import curated, unaligned
@@ -228,7 +228,7 @@ def test_few_causal_heads_are_shared_out() -> None:
 
 def test_long_keys_are_shared_out() -> None:
     """What calls choose by themselves, with counters that the launch before has left."""
-    case = dense("shared", 2, 40, STREAM_K_SEQLEN + 300, nheads_q=8, nheads_kv=2)
+    case = dense("shared", 2, 40, STREAM_K_ALWAYS_KEYS + 300, nheads_q=8, nheads_kv=2)
     for _ in range(2):
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:

@@ -196,7 +196,7 @@ def test_bits_and_lists(
         assert found.step is None
         assert not found.counters
         listed[of] = found, tile_q, tile_k
-    mask = Mask(call.problem.mask.shape, [each.part for each, *_ in listed.values()])
+    mask = Mask(call.problem.mask.shape, [each.sub_task for each, *_ in listed.values()])
     sizes = {name: n for each, *_ in listed.values() for name, n in each.scratch.items()}
     arrays = {
         **memory,

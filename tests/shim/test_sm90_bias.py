@@ -299,7 +299,7 @@ def test_orders_of_arrival(hopper: MakeDevice, seed: int) -> None:
 @contextmanager
 def as_it_lies() -> Iterator[None]:
     """Without copies of a bias that many scores share."""
-    with mock.patch.object(aligned_bias, "WORTH", 1 << 20):
+    with mock.patch.object(aligned_bias, "LEAST_SCORES_PER_ELEMENT", 1 << 20):
         yield
 
 
@@ -321,7 +321,7 @@ def config(target: Target, **knobs: Any) -> sm90_forward_config.Config:
     problem = dataclasses.replace(PROBLEM, **knobs)
     strides = (2 * 128 * 128, 2 * 128 * 128, 2 * 128, 2)
     return sm90_forward.choose(
-        problem, target, Operands(of_options={"bias": strides}, alignments={"bias": 0})
+        problem, target, Operands(option_strides={"bias": strides}, alignments={"bias": 0})
     )
 
 

@@ -95,7 +95,7 @@ def choose(problem: Problem, operands: Operands) -> Config:
     width = access_bytes(width, rotary.dim // 2 * itemsize)
     angle = ITEMSIZE[rotary.dtype]
     alignments = (operands.alignments[name] for name in ("cos", "sin"))
-    between = (operands.of_options[name][0] for name in ("cos", "sin"))
+    between = (operands.option_strides[name][0] for name in ("cos", "sin"))
     return Config(
         **common,
         rotary_dim=rotary.dim,
@@ -124,12 +124,12 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         "batch": problem.batch,
         "nheads_q": nheads_q,
         "nheads_kv": problem.nheads_kv,
-        "fill": int("out" in operands.ours),
+        "fill": int("out" in operands.library_owned),
     }
     if rotary is not None:
         itemsize = ITEMSIZE[rotary.dtype]
         for name in ("cos", "sin"):
-            values[f"{name}_row"] = operands.of_options[name][0] // itemsize
+            values[f"{name}_row"] = operands.option_strides[name][0] // itemsize
         values["positions"] = rotary.positions
         names += ("cos", "sin")
     heads = checked("k", rows * (nheads_q + 2 * problem.nheads_kv), 1)

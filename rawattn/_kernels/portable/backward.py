@@ -51,12 +51,12 @@ _SHORT_KEYS, _USUAL_KEYS = 64, 128
 # A turn: constant, and floating-point operations.
 _TURN, _FLOPS_A_MICROSECOND = 0.5, 2.6e6
 # What a block does before and behind its turns: constant, and elements of its key tile.
-_AROUND, _KEYS_A_MICROSECOND = 2.0, 5500
+_AROUND, _ELEMENTS_A_MICROSECOND = 2.0, 5500
 # The launch that adds up parts: constant, and bytes that it moves.
 _LAUNCH, _BYTES_A_MICROSECOND = 5.0, 2.5e6
 # The most blocks that share a key tile; the fraction of the time without sharing that sharing must stay below; the fraction of
 # a block's equal share of all turns below which walks with sink tokens are not cut.
-_MOST_PARTS, _WORTH_IT, _OF_ALL = 64, 0.85, 0.25
+_MOST_PARTS, _MAX_TIME_RATIO, _FAIR_SHARE = 64, 0.85, 0.25
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -71,13 +71,17 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     """
     # Further work on scores takes registers, and the largest tile at small head dims leaves none.
     table = "16bit" if problem.plain_scores else "scored"
-    dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.ALONE
+    dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.OWN_KERNEL
     pairs = backward_options.in_pairs(problem, dbias)
     # The backward treats a score function as a line only where all queries of a head share its step. Float32 products cannot
     # begin with what the line adds, since they have no digits to spare for it.
     line = features.adds_a_plane(problem) and problem.dtype != "float32"
     more = {"with_dq": with_dq, "dbias": dbias, "pairs": pairs, "mod_line": line}
-    if problem.bias is not None and problem.bias.shape[2] == 1 and dbias == backward_options.ALONE:
+    if (
+        problem.bias is not None
+        and problem.bias.shape[2] == 1
+        and dbias == backward_options.OWN_KERNEL
+    ):
         more |= {"bias_of_keys": True, "bias_chunks": False}
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
     if _is_short(problem, with_dq, dbias):
@@ -105,7 +109,7 @@ def _is_short(problem: Problem, with_dq: bool, dbias: int) -> bool:
     which = 0 if problem.ragged else 1 if problem.window_right is not None else 2
     limit = _SHORT_ROWS[dim > _SHORT_DIMS[0]][which]
     # More tiles make more additions to the sums of dbias.
-    return rows <= (min(limit, _SUMMED_ROWS) if dbias == backward_options.SUMMED else limit)
+    return rows <= (min(limit, _SUMMED_ROWS) if dbias == backward_options.ATOMIC_SUMS else limit)
 
 
 def choose_dq(problem: Problem, target: Target, operands: Operands) -> DqConfig:
@@ -182,14 +186,14 @@ def parts(problem: Problem, target: Target, config: Config) -> int:
 
     counts = range(1, max(1, min(_MOST_PARTS, turns)) + 1)
     best = min(counts, key=time)
-    return best if time(best) < _WORTH_IT * time(1) else 1
+    return best if time(best) < _MAX_TIME_RATIO * time(1) else 1
 
 
 def parts_of_sinks(problem: Problem, target: Target, config: Config) -> int:
     """How many blocks share the turns of a key tile with sink tokens, where other key tiles meet only a window's queries.
 
-    As many as leave no part longer than the walk of another key tile, or than `_OF_ALL` of a block's equal share of all turns.
-    Long parts would delay the end, because those of the last heads begin late.
+    As many as leave no part longer than the walk of another key tile, or than `_FAIR_SHARE` of a block's equal share of all
+    turns. Long parts would delay the end, because those of the last heads begin late.
     """
     turns, alike = _turns(problem, config)
     if problem.window_left is None or not alike:
@@ -202,7 +206,7 @@ def parts_of_sinks(problem: Problem, target: Target, config: Config) -> int:
     tiles = -(-problem.max_seqlen_k // config.tile_k)
     slots = target.multiprocessors * config.blocks_per_sm
     fair = heads * (sinks * long + max(0, tiles - sinks) * turns) / slots
-    count = min(_MOST_PARTS, math.ceil(long / max(turns, _OF_ALL * fair)))
+    count = min(_MOST_PARTS, math.ceil(long / max(turns, _FAIR_SHARE * fair)))
     saved = (long - long / count) * _turn(config, config.blocks_per_sm)
     return count if count > 1 and saved > 2 * _LAUNCH else 1
 
@@ -235,7 +239,7 @@ def _turn(config: Config, together: int) -> float:
 
 def _around(config: Config) -> float:
     """Microseconds that a block takes before and behind its turns."""
-    return _AROUND + config.tile_k * config.depth / _KEYS_A_MICROSECOND
+    return _AROUND + config.tile_k * config.depth / _ELEMENTS_A_MICROSECOND
 
 
 def physical_queries(problem: Problem) -> int:

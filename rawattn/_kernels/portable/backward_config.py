@@ -85,12 +85,12 @@ class Config(Features):
         """Whether weights are handed over in float32: see kernels_cu/portable/handover.cuh."""
         if self.element == "float":
             return False
-        if self.modifies:
+        if self.has_general_score_mod:
             return True
         # Weights rounded to float16 cost float16 gradients accuracy. Beside a bias or a mask, they are slower at large
         # head dims.
         return self.from_registers and (
-            self.element == "float16" or (self.wide and self.has_scores_of_memory)
+            self.element == "float16" or (self.wide and self.reads_score_operands)
         )
 
     @property
@@ -99,12 +99,12 @@ class Config(Features):
         return self.depth > 64
 
     @property
-    def has_scores_of_memory(self) -> bool:
+    def reads_score_operands(self) -> bool:
         """Whether each score needs an element from memory: of a bias or a mask."""
         return self.bias > 0 or self.block_mask
 
     @property
-    def modifies(self) -> bool:
+    def has_general_score_mod(self) -> bool:
         """Whether there is a score function that does more than add a line."""
         return self.score_mod is not None and not self.mod_line
 
@@ -137,7 +137,7 @@ class Config(Features):
 
         Which order of a turn leaves ptxas enough registers depends on this.
         """
-        plain = not self.modifies and not self.has_scores_of_memory
+        plain = not self.has_general_score_mod and not self.reads_score_operands
         return self.from_registers and self.exact_weights and plain
 
     @property

@@ -28,7 +28,7 @@ _EXACT_BYTES = 80  # of an ExactSum (kernels_cu/portable/exact_sum.cuh)
 
 # What makes dbias: a kernel of its own; the main kernel, in the array itself; the main kernel, as float32 sums; the main
 # kernel, in a copy with aligned rows. See `by_main`.
-ALONE, WRITTEN, SUMMED, APART = range(4)
+OWN_KERNEL, DIRECT, ATOMIC_SUMS, VIA_COPY = range(4)
 
 # Rounds of blocks from which on a block takes several tiles one after the other (a strip), so that it copies one tile while it
 # computes the previous one; the most tiles of a strip.
@@ -118,16 +118,16 @@ class Gradients:
         self.counters: dict[str, int] = {}
         self._problem, self._operands, self._target = problem, operands, target
         self._exact_sums = exact_sums
-        self._wanted = operands.of_options.keys()
+        self._wanted = operands.option_strides.keys()
         self._launches: list[tuple[Source, int, int, int]] = []
         self.before: list[tuple[Source, int, int, int]] = []
         if "dsink_logits" in self._wanted:
             self._sinks()
         if "dbias" in self._wanted:
             self._dbias_array()
-            if dbias == ALONE:
+            if dbias == OWN_KERNEL:
                 self._bias()
-            elif dbias != WRITTEN:
+            elif dbias != DIRECT:
                 self._bias_rows(dbias)
         self.captured = [name for name in self._wanted if name.startswith("dcaptured")]
         self._written: list[Step] = []
@@ -151,7 +151,7 @@ class Gradients:
             number = int(name.removeprefix("dcaptured"))
             form = self._problem.captured[number]
             count, missing = math.prod(form.given), 4 - len(form.given)
-            strides = score_params.elements(self._operands.of_options[name], form.dtype)
+            strides = score_params.elements(self._operands.option_strides[name], form.dtype)
             values = {
                 "first": first,
                 "count": count,
@@ -173,7 +173,7 @@ class Gradients:
     def _sinks(self) -> None:
         form = self._problem.sink_logits
         assert form is not None
-        strides = score_params.elements(self._operands.of_options["dsink_logits"], form.dtype)
+        strides = score_params.elements(self._operands.option_strides["dsink_logits"], form.dtype)
         self.values["dsink_head"] = strides[0]
         self.patches += patches(params.BACKWARD, ("dsink_logits",))
         waves = SINK_THREADS // self._target.wave
@@ -184,7 +184,7 @@ class Gradients:
         assert form is not None
         self.values |= {
             **score_params.broadcast(
-                "dbias", form.shape, self._operands.of_options["dbias"], form.dtype
+                "dbias", form.shape, self._operands.option_strides["dbias"], form.dtype
             ),
             "dbias.batches": form.shape[0],
             "dbias.heads": form.shape[1],
@@ -199,7 +199,7 @@ class Gradients:
         lines = batches * heads * rows
         blocks = checked("bias", -(-lines // (SUM_THREADS // self._target.wave)), 1)
         self.patches += patches(params.BACKWARD, dbias__partials="dbias_partials")
-        sums = dbias == SUMMED
+        sums = dbias == ATOMIC_SUMS
         self.scratch["dbias_partials"] = (4 if sums else 2) * lines * round_up(keys, 16)
         if sums:
             clears = bias_rows_source(form.dtype, sums=True, clears=True)
@@ -217,7 +217,7 @@ class Gradients:
         all_rows = -(-problem.max_seqlen_q // config.tile_q) if config.sums_rows else 1
         all_keys = -(-problem.max_seqlen_k // config.tile_k) if config.sums_keys else 1
         tiles = batches * heads * row_tiles
-        strip, splits = shared_out(
+        strip, splits = strip_and_splits(
             tiles * key_tiles,
             shares * all_rows * all_keys,
             self._target.multiprocessors * config.blocks_per_sm,
@@ -243,24 +243,24 @@ class Gradients:
 def by_main(problem: Problem, operands: Operands) -> int:
     """What the main kernel, which has dS in shared memory, does for dbias (see kernels_cu/portable/bias_gradient.cuh).
 
-    WRITTEN: it writes each element, which belongs to one score, or to those of the two query heads of a group.
-    APART: it writes elements to a copy, as the array is the caller's or its rows are no multiple of eight keys.
-    SUMMED: it adds elements in float32, in no defined order, as each belongs to scores of several heads or sequences.
-    ALONE: nothing. A kernel of its own makes dbias of any other form.
+    DIRECT: it writes each element, which belongs to one score, or to those of the two query heads of a group.
+    VIA_COPY: it writes elements to a copy, as the array is the caller's or its rows are no multiple of eight keys.
+    ATOMIC_SUMS: it adds elements in float32, in no defined order, as each belongs to scores of several heads or sequences.
+    OWN_KERNEL: nothing. A kernel of its own makes dbias of any other form.
     """
     form = problem.bias
-    if form is None or "dbias" not in operands.of_options:
-        return ALONE
+    if form is None or "dbias" not in operands.option_strides:
+        return OWN_KERNEL
     other = problem.ragged or problem.mask is not None or problem.score_mod is not None
     # dS is rounded to the dtype of q.
     other = other or problem.softcap is not None or form.dtype != problem.dtype
     if other or problem.dtype == "float32" or form.shape[2:] != (problem.rows_q, problem.rows_k):
-        return ALONE
+        return OWN_KERNEL
     batches, heads, _, keys = form.shape
     shared = problem.nheads_q // heads
     if batches == problem.batch and (shared == 1 or shared == 2 == problem.group_heads):
-        return WRITTEN if "dbias" in operands.ours and keys % 8 == 0 else APART
-    return SUMMED
+        return DIRECT if "dbias" in operands.library_owned and keys % 8 == 0 else VIA_COPY
+    return ATOMIC_SUMS
 
 
 def in_pairs(problem: Problem, dbias: int) -> bool:
@@ -269,7 +269,7 @@ def in_pairs(problem: Problem, dbias: int) -> bool:
     Then it sums what both add to dbias before that goes to memory. dbias: see `by_main`.
     """
     form = problem.bias
-    if form is None or dbias == ALONE:
+    if form is None or dbias == OWN_KERNEL:
         return False
     shared = problem.nheads_q // form.shape[1]
     return shared % 2 == 0 == problem.group_heads % 2
@@ -290,7 +290,7 @@ def choose_bias(problem: Problem, target: Target, operands: Operands) -> BiasCon
     )
 
 
-def shared_out(tiles: int, shares: int, slots: int, *, sums: bool) -> tuple[int, int]:
+def strip_and_splits(tiles: int, shares: int, slots: int, *, sums: bool) -> tuple[int, int]:
     """How many tiles of dbias a block takes one after the other, and how many blocks share the sum of one.
 
     shares: tiles of scores over which each tile of dbias is summed. slots: blocks that run at once. sums: whether a tile is

@@ -20,7 +20,7 @@ from rawattn._kernels.portable import (
     schedule,
 )
 from rawattn._kernels.portable.backward_config import DqConfig, dq_pitch
-from rawattn._kernels.steps import Part, Step, Steps, Tiles, checked, patches
+from rawattn._kernels.steps import Step, Steps, SubTask, Tiles, checked, patches
 from rawattn._kernels.target import Target
 
 
@@ -71,7 +71,7 @@ def steps(
     rows = backward.physical_queries(problem)
     visits = checked("q", backward.row_blocks(rows, query_waves, target.wave), 1)
     scratch = {"row_delta": 4 * rows * problem.nheads_q}
-    schedules: list[Part] = []
+    schedules: list[SubTask] = []
     orders: dict[str, int] = {}
 
     def scheduled(of: Any, tile: int) -> tuple[tuple[int, str], ...]:
@@ -81,7 +81,7 @@ def steps(
         order = f"order_{of}"
         # The kernels of dQ alone and of captured gradients share one order.
         if order not in orders:
-            schedules.append(schedule.part(structure, tile, of=of, name=order))
+            schedules.append(schedule.sub_task(structure, tile, of=of, name=order))
             orders[order] = schedule.order_bytes(problem.batch)
         return patches(params.BACKWARD, forward__order=order)
 
@@ -117,7 +117,13 @@ def steps(
     launches = [
         step(
             config.source(),
-            Tiles("k", config.tile_k, problem.nheads_kv, times=shared_by, more=more_blocks),
+            Tiles(
+                "k",
+                config.tile_k,
+                problem.nheads_kv,
+                blocks_each=shared_by,
+                extra_blocks=more_blocks,
+            ),
             config.threads,
             config.shared_bytes,
             *scheduled("k", config.tile_k),
@@ -181,8 +187,8 @@ def _with_setup(
     prepare: Step,
     problem: Problem,
     copy_bytes: int,
-    schedules: tuple[Part, ...],
-    paddings: tuple[Part, ...],
+    schedules: tuple[SubTask, ...],
+    paddings: tuple[SubTask, ...],
 ) -> Step:
     """`prepare` with the setup in the same launch, which orders sequences and fills padding rows."""
     struct, path = helper_params.BACKWARD_SETUP, "setup."
@@ -213,7 +219,7 @@ def _refuse(problem: Problem) -> None:
     require_gradient(problem.score_mod)
 
 
-def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:
+def _padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[SubTask, ...]:
     """Parts that fill the padding rows of those gradients that are the library's own arrays."""
     heads_q, heads_kv = problem.nheads_q, problem.nheads_kv
     shapes: dict[str, tuple[Any, int, int]] = {
@@ -224,8 +230,10 @@ def _padding(problem: Problem, structure: Structure, operands: Operands) -> tupl
     found = []
     for name, (of, nheads, headdim) in shapes.items():
         side = structure.side(of)
-        if name in operands.ours and side.padded and side.rows:
+        if name in operands.library_owned and side.padded and side.rows:
             strides = operands.elements(problem, name)
             shape = nheads, headdim
-            found.append(fill_padding.part(problem, structure, of, shape, strides, {"out": name}))
+            found.append(
+                fill_padding.sub_task(problem, structure, of, shape, strides, {"out": name})
+            )
     return tuple(found)

@@ -130,7 +130,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     assert form is not None
     shape, lse_shape = result_shapes(problem)
     outs = _side("outs", shape, form.parts, form.listed[0], operands.strides)
-    lses = _side("lses", lse_shape, form.parts, form.listed[1], operands.of_options)
+    lses = _side("lses", lse_shape, form.parts, form.listed[1], operands.option_strides)
     out = walked(shape, operands.strides["out"])
     config = choose(problem, outs, out, operands.pointers)
     itemsize = ITEMSIZE[config.dtype]

@@ -88,7 +88,7 @@ class Config(Features):
         return self.tile_k * sum(each * size + 16 for each in columns)
 
     @property
-    def more_bytes(self) -> int:
+    def extra_bytes_per_wave(self) -> int:
         """Bytes of shared memory for each wave besides its ring: the offsets of the rows of a tile, where it spans pages."""
         return 2 * self.tile_k * _OFFSET_BYTES if self.paged and not self.tile_in_page else 0
 
@@ -100,7 +100,9 @@ class Config(Features):
         queries = self.tile_rows * self._pitch(round_up(self.headdim, 16)) * self._size
         merged = self.waves * self.partial_bytes if self.partial_bytes > self.stage_bytes else 0
         used = max(queries + self.waves * wave, merged)
-        return used + self.waves * self.more_bytes + _KEPT_BYTES + _FLAG_BYTES + _ROOM_BYTES
+        return (
+            used + self.waves * self.extra_bytes_per_wave + _KEPT_BYTES + _FLAG_BYTES + _ROOM_BYTES
+        )
 
     @property
     def _size(self) -> int:
@@ -134,7 +136,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     """Why a call is not for this kernel, else None."""
     group = problem.group_heads
     rows = problem.max_seqlen_q * group
-    if rows > MOST_ROWS and tiles_of_keys(problem) * _HEADS_OF_TILE > group:
+    if rows > MOST_ROWS and query_tiles_sharing_keys(problem) * _HEADS_OF_TILE > group:
         return f"{rows} query rows share keys, more than {MOST_ROWS}"
     if (
         problem.batch * problem.nheads_q * problem.max_seqlen_q * problem.max_seqlen_k
@@ -167,13 +169,13 @@ def wide(problem: Problem) -> bool:
     return rows > TILE_ROWS and problem.headdim_v <= WIDE_TILE_HEADDIM
 
 
-def tiles_of_keys(problem: Problem) -> int:
+def query_tiles_sharing_keys(problem: Problem) -> int:
     """The number of query tiles that share keys. Each reads them all."""
     _, heads, queries = _tile(problem)
     return -(-problem.max_seqlen_q // queries) * -(-problem.group_heads // heads)
 
 
-def tiles_of_heads(problem: Problem, heads: int) -> int:
+def head_tiles(problem: Problem, heads: int) -> int:
     """The number of query tiles that one query of all heads takes, in tiles of `heads` heads."""
     return problem.nheads_kv * -(-problem.group_heads // heads)
 
@@ -248,7 +250,7 @@ def launches(
     keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
     if config.paged:
         structure = attention_params.without_pages(structure)
-    tiles = Tiles("q", config.tile_q, tiles_of_heads(problem, config.heads))
+    tiles = Tiles("q", config.tile_q, head_tiles(problem, config.heads))
     line = splits.line(problem, structure, config, target, tiles, config.waves)
     main = Step(
         source=config.source(),

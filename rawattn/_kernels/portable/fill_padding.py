@@ -8,16 +8,16 @@ from typing import Any, Literal
 from rawattn._call.problem import Problem
 from rawattn._call.structure import SideStructure, Structure
 from rawattn._kernels.operands import ITEMSIZE
-from rawattn._kernels.steps import Part, side_fields, side_names
+from rawattn._kernels.steps import SubTask, side_fields, side_names
 
 _BLOCKS = 256  # enough to fill any GPU
 _WAVES = 8  # of a block
 _FILLED_BYTES = 64 << 10  # filled by one block in little time
 
 
-def blocks(part: Part) -> int:
-    """Blocks enough to fill the part's arrays in little time even if all rows are padding, and a wave for each gap."""
-    of, packed = part.fields, "side.start.data" in part.addresses
+def blocks(task: SubTask) -> int:
+    """Blocks enough to fill the task's arrays in little time even if all rows are padding, and a wave for each gap."""
+    of, packed = task.fields, "side.start.data" in task.addresses
     rows = of["side.rows"] * (1 if packed else of["batch"])
     nbytes: int = rows * of["nheads"] * of["headdim"] * of["element_bytes"]
     gaps: int = -(-(of["batch"] + 1) // _WAVES)
@@ -47,14 +47,14 @@ def fields(
     }
 
 
-def part(
+def sub_task(
     problem: Problem,
     structure: Structure,
     of: Literal["q", "k"],
     shape: tuple[int, int],
     strides: tuple[int, int, int],
     filled: Mapping[str, str],
-) -> Part:
+) -> SubTask:
     """The part of a launch that fills padding rows. shape, strides: see `fields`.
 
     filled: the arrays' names, by what the kernel calls them: `out` and, for rows of queries, `lse`.
@@ -62,4 +62,4 @@ def part(
     The kernel leaves out an array whose address is 0.
     """
     side = structure.side(of)
-    return Part(fields(problem, side, shape, strides), side_names("side", side, of), filled)
+    return SubTask(fields(problem, side, shape, strides), side_names("side", side, of), filled)

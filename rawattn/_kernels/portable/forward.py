@@ -14,7 +14,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import choice, fill_padding, mask_tiles, schedule, splits
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Part, Step, Steps, Tiles, patches
+from rawattn._kernels.steps import Step, Steps, SubTask, Tiles, patches
 from rawattn._kernels.target import Target
 
 ENTRY = "rawattn_forward"
@@ -145,15 +145,15 @@ def of_query_tiles(
     tiles = Tiles("q", config.tile_q, problem.nheads_q // heads)
     pieces = splits.split(problem, structure, config, target, tiles)
     config = replace(config, split=pieces.any)
-    schedules: tuple[Part, ...] = ()
+    schedules: tuple[SubTask, ...] = ()
     orders: dict[str, int] = {}
     if problem.ragged:
         names.append("order")
-        schedules = (schedule.part(structure, config.tile_q, of="q", name="order"),)
+        schedules = (schedule.sub_task(structure, config.tile_q, of="q", name="order"),)
         orders["order"] = schedule.order_bytes(problem.batch)
     main = Step(
         source=config.source(),
-        blocks=replace(tiles, times=pieces.count),
+        blocks=replace(tiles, blocks_each=pieces.count),
         threads=config.threads,
         params=structs.fill(params.FORWARD, {**values, **listed.fields, **pieces.fields()}),
         patches=(
@@ -174,11 +174,11 @@ def of_query_tiles(
     return Steps(launches, config, schedules, paddings, orders, scratch, counters, masks.lists)
 
 
-def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[Part, ...]:
+def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[SubTask, ...]:
     """Parts that fill the padding rows of out and lse, where those are the library's own arrays."""
-    ours = {name: name for name in operands.ours & {"out", "lse"}}
+    ours = {name: name for name in operands.library_owned & {"out", "lse"}}
     if not ours or not structure.q.padded or not problem.rows_q:
         return ()
     strides = operands.elements(problem, "out")
     shape = problem.nheads_q, problem.headdim_v
-    return (fill_padding.part(problem, structure, "q", shape, strides, ours),)
+    return (fill_padding.sub_task(problem, structure, "q", shape, strides, ours),)

@@ -16,7 +16,7 @@ from rawattn._kernels import helper_params, structs
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.source import round_up
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Part, Step, checked
+from rawattn._kernels.steps import Step, SubTask, checked
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
 from rawattn._masks.layout import Shape
@@ -75,7 +75,7 @@ class Mask:
     """
 
     shape: Shape
-    lists: Sequence[Part]
+    lists: Sequence[SubTask]
 
 
 def limits(problem: Problem) -> tuple[int, int] | None:
@@ -107,12 +107,12 @@ def by_mask(keys: KeptRows, values: KeptRows, mask: Mask, target: Target) -> Ste
         "mask.blocks": blocks,
     }
     addresses = {"mask.bits": "kept_bits", "mask.keys": "kept_keys"}
-    for n, part in enumerate(mask.lists):
-        made = part.fields["sequences"] * part.fields["tiles"] * part.fields["lists.nheads"]
+    for n, task in enumerate(mask.lists):
+        made = task.fields["sequences"] * task.fields["tiles"] * task.fields["lists.nheads"]
         own = -(-made // (THREADS // target.wave))
-        fields |= {f"lists{n}.{path}": value for path, value in part.fields.items()}
+        fields |= {f"lists{n}.{path}": value for path, value in task.fields.items()}
         fields[f"lists{n}.blocks"] = own
-        addresses |= {f"lists{n}.{path}": name for path, name in part.addresses.items()}
+        addresses |= {f"lists{n}.{path}": name for path, name in task.addresses.items()}
         blocks += own
     return _setup(keys, values, target, blocks, fields, addresses)
 

@@ -14,7 +14,7 @@ from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import mask_writing
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Lists, Part, Step, checked, patches
+from rawattn._kernels.steps import Lists, Step, SubTask, checked, patches
 from rawattn._kernels.target import Target
 from rawattn._masks import layout
 
@@ -70,14 +70,14 @@ class Config:
 class Listed:
     """A kernel's lists of tiles: how they are made, their memory, and what the kernel's parameters say of them.
 
-    step: the launch that makes them. None for kept keys, whose lists are made by the launch that gathers keys: `part` is what
-    that launch needs (`Lists.parts`).
+    step: the launch that makes them. None for kept keys, whose lists are made by the launch that gathers keys: `sub_task` is
+    what that launch needs (`Lists.sub_tasks`).
     scratch, counters: as in `Steps`.
     fields: of `BlockMask` in the kernel's parameters. names: of the addresses of `TileLists` there, by field.
     """
 
     step: Step | None = None
-    part: Part | None = None
+    sub_task: SubTask | None = None
     scratch: Mapping[str, int] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
     fields: Mapping[str, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Masks:
             )
         if form.dtype != "bool":
             return
-        strides, alignment = operands.of_options["mask"], operands.alignments.get("mask", 0)
+        strides, alignment = operands.option_strides["mask"], operands.alignments.get("mask", 0)
         early = target.early_launches
         written = mask_writing.step(form.shape, strides, alignment)
         self.steps.append(replace(written, early=early))
@@ -158,8 +158,8 @@ class Masks:
         )
         self.scratch |= listed.scratch
         self.counters |= listed.counters
-        if listed.part is not None:
-            self.lists = replace(self.lists, parts=(*self.lists.parts, listed.part))
+        if listed.sub_task is not None:
+            self.lists = replace(self.lists, sub_tasks=(*self.lists.sub_tasks, listed.sub_task))
             return listed
         assert listed.step is not None
         self.steps.append(listed.step)
@@ -239,8 +239,8 @@ def lists(
         }
         fields |= {"others": others, "parts": parts}
         addresses = {f"lists.{each}": own for each, own in names.items()}
-        part = Part(fields, addresses)
-        return Listed(part=part, scratch=scratch, fields=found, names=names)
+        sub_task = SubTask(fields, addresses)
+        return Listed(sub_task=sub_task, scratch=scratch, fields=found, names=names)
     of_map = layout.map_shape(mask)
     own = {
         **{f"forward.{path}": value for path, value in {**values, **found}.items()},

@@ -14,7 +14,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import helper_params, structs
 from rawattn._kernels.portable import fill_padding
 from rawattn._kernels.source import source as _source
-from rawattn._kernels.steps import Part, Step
+from rawattn._kernels.steps import Step, SubTask
 from rawattn._kernels.structs import Struct
 
 THREADS = 256
@@ -57,9 +57,9 @@ class Fields(NamedTuple):
 
 
 def fields(
-    struct: Struct, path: str, batch: int, schedules: Sequence[Part], paddings: Sequence[Part]
+    struct: Struct, path: str, batch: int, schedules: Sequence[SubTask], paddings: Sequence[SubTask]
 ) -> Fields:
-    """The setup of these parts. path: of the SETUP in `struct`, with a dot behind it; "" where it is the whole struct."""
+    """The setup of these tasks. path: of the SETUP in `struct`, with a dot behind it; "" where it is the whole struct."""
     of_order = schedule_blocks(batch)
     of_padding = max(map(fill_padding.blocks, paddings), default=0)
     values: dict[str, Any] = {
@@ -68,20 +68,20 @@ def fields(
         f"{path}paddings": len(paddings),
         f"{path}padding_blocks": of_padding,
     }
-    parts = [(f"{path}schedule{n}", part) for n, part in enumerate(schedules)]
-    parts += [(f"{path}padding{n}", part) for n, part in enumerate(paddings)]
+    tasks = [(f"{path}schedule{n}", task) for n, task in enumerate(schedules)]
+    tasks += [(f"{path}padding{n}", task) for n, task in enumerate(paddings)]
     patches: list[tuple[int, str]] = []
     fills: list[tuple[int, str]] = []
-    for at, part in parts:
-        values |= part.prefixed(at)
-        patches += part.patches(struct, at)
-        fills += part.filled(struct, at)
+    for at, task in tasks:
+        values |= task.prefixed(at)
+        patches += task.patches(struct, at)
+        fills += task.filled(struct, at)
     blocks = len(schedules) * of_order + len(paddings) * of_padding
     return Fields(values, tuple(patches), tuple(fills), blocks)
 
 
 def step(
-    batch: int, schedules: Sequence[Part], paddings: Sequence[Part], *, carrying: bool = False
+    batch: int, schedules: Sequence[SubTask], paddings: Sequence[SubTask], *, carrying: bool = False
 ) -> Step:
     """The setup launch. carrying: its parameters have room for integers of the host (`TO`, `COUNT`, `WORDS`), too."""
     struct = helper_params.CARRYING_SETUP if carrying else helper_params.SETUP

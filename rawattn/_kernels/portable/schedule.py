@@ -6,7 +6,7 @@ from typing import Literal
 
 from rawattn._call.structure import Structure
 from rawattn._kernels.params import ORDERED_SEQUENCE
-from rawattn._kernels.steps import Part, side_fields, side_names
+from rawattn._kernels.steps import SubTask, side_fields, side_names
 
 
 def order_bytes(batch: int) -> int:
@@ -14,7 +14,7 @@ def order_bytes(batch: int) -> int:
     return ORDERED_SEQUENCE.dtype.itemsize * (batch + 1)
 
 
-def part(structure: Structure, tile: int, *, of: Literal["q", "k"], name: str) -> Part:
+def sub_task(structure: Structure, tile: int, *, of: Literal["q", "k"], name: str) -> SubTask:
     """The part of a setup launch that writes an order of the sequences to the address called `name`.
 
     of: the side whose tiles are handed out in this order. tile: rows of such a tile. The sequences that are longest on the
@@ -22,7 +22,7 @@ def part(structure: Structure, tile: int, *, of: Literal["q", "k"], name: str) -
     """
     other: Literal["q", "k"] = "k" if of == "q" else "q"
     tiled, longest = structure.side(of), structure.side(other)
-    return Part(
+    return SubTask(
         {
             **side_fields("tiled", tiled),
             **side_fields("other", longest),

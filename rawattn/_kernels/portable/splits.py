@@ -23,12 +23,13 @@ from rawattn._kernels.target import Target
 LEAST_KEYS = 512
 # The fewest keys of a part of a line, in ragged batches.
 LEAST_PART_KEYS = 256
-# The time to merge the parts of a query tile, in units: _JOIN, _JOIN_EACH more for each part that one block reads, and _BROKEN
-# more where parts end inside query tiles, since a block then leaves two partial results (measured: docs/notes/decode.md).
-_JOIN, _JOIN_EACH, _BROKEN = 2.0, 0.08, 2.0
+# The time to merge the parts of a query tile, in units: _JOIN, _JOIN_EACH more for each part that one block reads, and
+# _CUT_TILES_COST more where parts end inside query tiles, since a block then leaves two partial results (measured:
+# docs/notes/decode.md).
+_JOIN, _JOIN_EACH, _CUT_TILES_COST = 2.0, 0.08, 2.0
 # Parts that are merged to one before the last merge; the most parts that one block merges at once. Both as in
 # kernels_cu/attn/schedule/shared_tile.cuh.
-_BUNCH, _MOST_OF_ONE = 16, 32
+_MERGE_GROUP, _MAX_FLAT_MERGE = 16, 32
 # The most heads abreast. They read rows that are neighbours in memory, so there are as many as possible, as long as they keep
 # at least the fraction _WORTH_ABREAST of the blocks that run at once busy.
 MOST_ABREAST = 64
@@ -41,7 +42,7 @@ _BUSY = 0.5
 _PIECES = 4
 _PIECES_OF_ONE_TILE = 32
 # Parts that end where query tiles do are taken if they are at least this fraction of the parts that could be.
-_WORTH_UNBROKEN = 0.94
+_WORTH_CUTTING_NO_TILES = 0.94
 _COUNTER_BYTES = 4
 # Rows of a 16 x 16 accumulator of which a lane has elements, by threads of a wave.
 _SLOTS = {32: 2, 64: 4}
@@ -104,7 +105,7 @@ def split(
     given, each query tile has that many pieces if it has as many key tiles. Where it is not, the number of pieces of a query
     tile follows from its length.
     """
-    most = _most(structure, tiles)
+    most = _most_query_tiles(structure, tiles)
     keys = -(-structure.k.length_bound // config.tile_k)
     if problem.num_splits is not None:
         count = min(problem.num_splits, keys)
@@ -112,7 +113,7 @@ def split(
     # One stands for an unknown number of SMs: the kernel is only compiled.
     if target.multiprocessors == 1 or not most:
         return WHOLE
-    met = _met(problem, config, keys)
+    met = _key_tiles_met(problem, config, keys)
     pieces = target.multiprocessors * config.blocks_per_sm
     if structure.ragged:
         pieces *= _PIECES_OF_ONE_TILE if structure.q.length_bound <= tiles.rows else _PIECES
@@ -187,19 +188,19 @@ def line(
 
     Only bounds of the lengths count, so a batch that grows within them keeps its kernel and its launch.
     """
-    most = _most(structure, tiles)
+    most = _most_query_tiles(structure, tiles)
     slots = target.multiprocessors * config.blocks_per_sm
     abreast = _abreast(tiles.heads, slots)
-    keys = _met(problem, config, -(-structure.k.length_bound // config.tile_k))
+    keys = _key_tiles_met(problem, config, -(-structure.k.length_bound // config.tile_k))
     if problem.num_splits is not None:
         count = max(1, min(problem.num_splits, keys))
-        return Line(replace(tiles, times=count), count, 1, abreast, most * count, tiles.heads)
+        return Line(replace(tiles, blocks_each=count), count, 1, abreast, most * count, tiles.heads)
     at_once = max(1, slots // abreast)
     streams, units = most // abreast, max(1, -(-keys // unit))
     busy = _BUSY * at_once
     if structure.ragged:
         least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
-        parts = min(_unbroken(streams, at_once), streams * -(-units // least))
+        parts = min(_parts_cutting_no_tiles(streams, at_once), streams * -(-units // least))
     else:
         least, parts = 1, _parts(streams, units, at_once, busy)
     blocks = abreast * parts
@@ -218,13 +219,13 @@ def _parts(streams: int, units: int, at_once: int, busy: float) -> int:
         """The time of parts of so many units, overlapped with the memory's time for all units; in units."""
         return math.hypot(units_of_part, streams * units / busy)
 
-    broken = min(at_once, streams * units)
-    join = _join(max(2, -(-broken // streams))) + _BROKEN
-    found = [(time(-(-streams * units // broken)) + join, broken)]
+    cutting = min(at_once, streams * units)
+    join = _join(max(2, -(-cutting // streams))) + _CUT_TILES_COST
+    found = [(time(-(-streams * units // cutting)) + join, cutting)]
     if streams > at_once:
-        unbroken = _unbroken(streams, at_once)
-        if streams % unbroken == 0:
-            found.append((time(streams // unbroken * units), unbroken))
+        whole_tile = _parts_cutting_no_tiles(streams, at_once)
+        if streams % whole_tile == 0:
+            found.append((time(streams // whole_tile * units), whole_tile))
     for pieces in range(1, min(at_once // streams, units) + 1):
         found.append((time(-(-units // pieces)) + _join(pieces), streams * pieces))
     return min(found)[1]
@@ -232,9 +233,9 @@ def _parts(streams: int, units: int, at_once: int, busy: float) -> int:
 
 def _join(pieces: int) -> float:
     """The time to merge the pieces of a query tile, in units."""
-    if pieces <= _MOST_OF_ONE:
+    if pieces <= _MAX_FLAT_MERGE:
         return _JOIN + _JOIN_EACH * pieces if pieces > 1 else 0.0
-    return 2 * _JOIN + _JOIN_EACH * (_BUNCH + pieces / _BUNCH)
+    return 2 * _JOIN + _JOIN_EACH * (_MERGE_GROUP + pieces / _MERGE_GROUP)
 
 
 def _abreast(heads: int, slots: int) -> int:
@@ -245,7 +246,7 @@ def _abreast(heads: int, slots: int) -> int:
     return max(fitting, default=1)
 
 
-def _unbroken(tiles: int, parts: int) -> int:
+def _parts_cutting_no_tiles(tiles: int, parts: int) -> int:
     """How many parts to make, of at most `parts`, so that parts of equally long query tiles end where those do.
 
     A query tile inside which a part ends needs a merge, while a few idle SMs do not make reading slower.
@@ -253,7 +254,7 @@ def _unbroken(tiles: int, parts: int) -> int:
     if tiles <= 0:
         return parts
     fewer = -(-tiles // -(-tiles // parts)) if tiles > parts else parts // tiles * tiles
-    return fewer if fewer >= _WORTH_UNBROKEN * parts else parts
+    return fewer if fewer >= _WORTH_CUTTING_NO_TILES * parts else parts
 
 
 def partial_bytes(rows: int, headdim_v: int, wave: int) -> int:
@@ -262,7 +263,7 @@ def partial_bytes(rows: int, headdim_v: int, wave: int) -> int:
     return rows // 16 * of_16_rows * 4
 
 
-def _met(problem: Problem, config: Tiled, keys: int) -> int:
+def _key_tiles_met(problem: Problem, config: Tiled, keys: int) -> int:
     """The most key tiles that a query tile meets, of `keys`."""
     left, right = problem.window_left, problem.window_right
     if left is None or right is None:
@@ -272,7 +273,7 @@ def _met(problem: Problem, config: Tiled, keys: int) -> int:
     return min(keys, window + -(-problem.sink // config.tile_k))
 
 
-def _most(structure: Structure, tiles: Tiles) -> int:
+def _most_query_tiles(structure: Structure, tiles: Tiles) -> int:
     side = structure.side(tiles.side)
     each = structure.batch * -(-side.length_bound // tiles.rows)
     if structure.group:

@@ -58,7 +58,7 @@ def nbytes(slot: Slot, count: int, tile_k: int) -> int:
 def strides(problem: Problem, operands: Operands) -> Strides:
     """The bias's strides in bytes for (batch, head, row, key), 0 along an axis of one element."""
     assert problem.bias is not None
-    shape, given = problem.bias.shape, operands.of_options["bias"]
+    shape, given = problem.bias.shape, operands.option_strides["bias"]
     own = (0,) * (len(shape) - len(given)) + tuple(given)
     return tuple(stride if extent > 1 else 0 for stride, extent in zip(own, shape, strict=True))
 

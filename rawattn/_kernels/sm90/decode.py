@@ -55,7 +55,7 @@ class Config(decode.Config):
         return tile + (_MORE_BYTES if tile < self.partial_bytes <= tile + _MORE_BYTES else 0)
 
     @property
-    def more_bytes(self) -> int:
+    def extra_bytes_per_wave(self) -> int:
         """Bytes of shared memory for the mbarriers of a wave's ring."""
         return round_up(self.stages * _BARRIER_BYTES, 16)
 
@@ -104,7 +104,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         config = chosen("long")
     else:
         config = chosen("any")
-        streams = problem.batch * decode.tiles_of_heads(problem, config.heads)
+        streams = problem.batch * decode.head_tiles(problem, config.heads)
         most = _SHORT_TURNS * config.tile_k * config.waves
         if streams <= _SHORT_BLOCKS * target.multiprocessors:
             most = max(most, _SHORT_KEYS)

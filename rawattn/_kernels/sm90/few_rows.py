@@ -20,9 +20,9 @@ from rawattn._kernels.target import Target
 # TILE_ROWS: up to head dim _FEW_COLUMNS; beyond it; and at any head dim with a bias, ALiBi, a score function or a soft cap.
 _LEAST_WIDE_NARROW, _LEAST_WIDE, _LEAST_WIDE_SCORED = 768, 1024, 128
 # Then for up to TILE_ROWS rows. Columns: (largest head dim, most rows, least seqlen_k). The first line that admits the call
-# decides. _LEAST_IDLE holds while every stream can have a block of its own, at two blocks an SM; _LEAST_BUSY where there are
-# more streams.
-_LEAST_IDLE = (
+# decides. _LEAST_KEYS_FEW_STREAMS holds while every stream can have a block of its own, at two blocks an SM;
+# _LEAST_KEYS_MANY_STREAMS where there are more streams.
+_LEAST_KEYS_FEW_STREAMS = (
     (96, 16, 96),
     (128, 8, 96),
     (128, 16, 512),
@@ -30,7 +30,7 @@ _LEAST_IDLE = (
     (256, 8, 512),
     (256, 16, 768),
 )
-_LEAST_BUSY = (
+_LEAST_KEYS_MANY_STREAMS = (
     (96, 4, 512),
     (96, 16, 256),
     (128, 7, 1024),
@@ -46,10 +46,10 @@ _MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
 _FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
 # The least seqlen_k under a mask that the forward reads as bools (`forward.masks_keys`).
 _LEAST_MASKED = 192
-# More rows than one tile: the most keys of decoding. _SOME_KEYS in general; _FEW_COLUMNS_KEYS where the forward has more to
+# More rows than one tile: the most keys of decoding. _WIDE_MAX_KEYS in general; _FEW_COLUMNS_KEYS where the forward has more to
 # find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. Calls
-# without a mask and without changed scores go to decoding up to head dim _SOME_COLUMNS alone.
-_SOME_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _SOME_COLUMNS = 2048, 8192, 64, 96
+# without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.
+_WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048, 8192, 64, 96
 # Rows of a tile of the forward. Where heads are not interleaved each head takes at least 16 of them, so with few queries the
 # tile is nearly empty.
 _FORWARD_ROWS = 128
@@ -81,14 +81,17 @@ def _are_few(problem: Problem, target: Target) -> bool:
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
     # For pages and masks the forward needs launches before it, and what changes scores takes it longer than decoding.
     listed = problem.pages is not None or problem.mask is not None
-    finds = listed or _changes_scores(problem)
-    tiles, forward_tiles = portable_decode.tiles_of_keys(problem), _forward_tiles(problem)
+    forward_has_more_work = listed or _changes_scores(problem)
+    tiles, forward_tiles = (
+        portable_decode.query_tiles_sharing_keys(problem),
+        _forward_tiles(problem),
+    )
     if not listed and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
         return False
     if rows <= TILE_ROWS or tiles < forward_tiles:
         return True
     narrow = dim <= _FEW_COLUMNS
-    quick = narrow or finds
+    decode_favoured = narrow or forward_has_more_work
     streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
     if problem.max_seqlen_q == 1:  # of many heads
         few = _FEW_STREAMS if rows > 2 * TILE_ROWS else 0.0
@@ -96,14 +99,14 @@ def _are_few(problem: Problem, target: Target) -> bool:
             return True
     # In plain calls the forward puts few rows of several heads into one small tile, and is faster at larger head dims.
     plain = problem.mask is None and not _changes_scores(problem)
-    if dim > (_SOME_COLUMNS if plain else WIDE_TILE_HEADDIM):
+    if dim > (_WIDE_PLAIN_MAX_HEADDIM if plain else WIDE_TILE_HEADDIM):
         return False
-    if keys > (_FEW_COLUMNS_KEYS if quick else _SOME_KEYS):
+    if keys > (_FEW_COLUMNS_KEYS if decode_favoured else _WIDE_MAX_KEYS):
         return False
     if rows <= 2 * TILE_ROWS:
-        return streams <= (all_busy if quick else all_busy // 4)
-    quick = narrow or problem.mask is not None
-    return rows <= 4 * TILE_ROWS and quick and streams <= all_busy // 4
+        return streams <= (all_busy if decode_favoured else all_busy // 4)
+    decode_favoured = narrow or problem.mask is not None
+    return rows <= 4 * TILE_ROWS and decode_favoured and streams <= all_busy // 4
 
 
 def _least_keys(problem: Problem, target: Target) -> int:
@@ -116,7 +119,7 @@ def _least_keys(problem: Problem, target: Target) -> int:
     if problem.max_seqlen_q == 1 and rows >= _MANY_HEADS:
         return _LEAST_MANY_HEADS if dim <= WIDE_TILE_HEADDIM else _LEAST_MANY_WIDE_HEADS
     idle = problem.batch * problem.nheads_kv <= 2 * target.multiprocessors
-    table = _LEAST_IDLE if idle else _LEAST_BUSY
+    table = _LEAST_KEYS_FEW_STREAMS if idle else _LEAST_KEYS_MANY_STREAMS
     return next(keys for columns, most, keys in table if dim <= columns and rows <= most)
 
 

@@ -31,7 +31,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "a sequence has other than one query"
     if problem.num_splits is not None:
         return "the splits of its keys are given"
-    if decode.tiles_of_keys(problem) == 1:
+    if decode.query_tiles_sharing_keys(problem) == 1:
         return "a tile of decoding's kernel has all rows that share keys"
     if problem.batch * problem.nheads_kv < _BUSY * target.multiprocessors:
         return "decoding's kernel shares few sequences out at less cost"

@@ -10,8 +10,8 @@ from typing import Any
 from rawattn._call.problem import Problem
 from rawattn._kernels import features, tile_tables
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
-from rawattn._kernels.sm90 import filling, tma
 from rawattn._kernels.sm90 import forward_fit as fit
+from rawattn._kernels.sm90 import time_estimate, tma
 from rawattn._kernels.sm90.forward_config import (
     MOST_MASKED_KEYS,
     Config,
@@ -33,33 +33,34 @@ LONG_SEQLEN = 8192
 
 # Stream-K splits the keys of the last query tiles among all blocks. Its limits (docs/notes/hopper-forward.md):
 # Keys of a query tile from which on the last tiles are split without an estimate, where all tiles are alike.
-STREAM_K_SEQLEN = LONG_SEQLEN
+STREAM_K_ALWAYS_KEYS = LONG_SEQLEN
 # Keys of a query tile from which on the last tiles are split where that is expected to take less time.
-SHARED_SEQLEN = 1024
+STREAM_K_LEAST_KEYS = 1024
 # Keys of the longest query tile from which on causal tiles of unlike length are split.
-UNLIKE_SEQLEN = 2048
+STREAM_K_LEAST_KEYS_UNLIKE = 2048
 # Splitting must end the tiles earlier by the time of this many key tiles.
-WORTH_SHARING = 8
+LEAST_GAIN_TILES = 8
 # The fewest key tiles of a piece.
-LEAST_PIECE = 4
+LEAST_PIECE_TILES = 4
 
 # The least seqlen_k for which it pays to copy those of q, k and v that TMA cannot read as they lie
 # (docs/notes/hopper-forward.md).
 ALIGN_SEQLEN = 1024
 
 # A call of many query tiles takes the usual row of its table without an estimate of other rows: the time of a tile then matters
-# more than the last round, and the tables give it best. Many are _SOME_ROUNDS tiles an SM, or _FEW_ROUNDS in calls that do more
-# to scores (bias, ALiBi, mask, dropout), where the longest causal tile may take as long as two rounds.
+# more than the last round, and the tables give it best. Many are _ROUNDS_ENOUGH_PLAIN tiles an SM, or _ROUNDS_ENOUGH_SCORED in
+# calls that do more to scores (bias, ALiBi, mask, dropout), where the longest causal tile may take as long as two rounds.
 # Short sequences get the estimate whatever the number of tiles: those of up to _SHORT_SEQLEN query rows, or with a bias or
-# ALiBi of up to _SHORT_SCORED_SEQLEN where blocks may share an SM. Where they may not, _LONE_SEQLEN rows and fewer do not count
-# as short: one consumer of 64 rows that has an SM to itself is slower than a tile of 192 rows.
-_FEW_ROUNDS, _SOME_ROUNDS, _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _LONE_SEQLEN = 2, 8, 512, 640, 64
+# ALiBi of up to _SHORT_SCORED_SEQLEN where blocks may share an SM. Where they may not, _ONE_CONSUMER_SEQLEN rows and fewer do
+# not count as short: one consumer of 64 rows that has an SM to itself is slower than a tile of 192 rows.
+_ROUNDS_ENOUGH_SCORED, _ROUNDS_ENOUGH_PLAIN = 2, 8
+_SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _ONE_CONSUMER_SEQLEN = 512, 640, 64
 # The most query rows of a sequence under a mask whose blocks may share an SM.
 _SHORT_MASKED_SEQLEN = 400
 # The least seqlen_k for which blocks do not share an SM, because each of them reads all keys for itself.
-_CROWDED_KEYS = 1024
+_ONE_BLOCK_LEAST_KEYS = 1024
 # The largest head dim at which there are registers for a mask of keys beside a left window.
-_MASKED_WINDOW_COLUMNS = 192
+_KEY_MASK_WINDOW_MAX_HEADDIM = 192
 # Another row replaces the usual one if it is expected to take less than this fraction of the usual one's time.
 _WORTH_CHANGING = 0.96
 # The most blocks that share an SM. Kernels for ragged batches have too few registers at four.
@@ -70,7 +71,7 @@ _EQUAL = 1.02
 # The most registers of a consumer's thread where a block has two consumers and keys are in pages. The producer needs the rest:
 # to look up pages, and more where its lanes also copy rows of up to 128 columns. Beyond 128 columns consumers cannot spare
 # as many, and a key tile has fewer rows to copy.
-_FINDING_REGISTERS, _COPYING_REGISTERS = 224, 208
+_CONSUMER_REGISTERS_PAGED, _CONSUMER_REGISTERS_PAGED_ROWS = 224, 208
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -103,7 +104,7 @@ def _pages_refused(problem: Problem, operands: Operands) -> str | None:
         return None
     if not 0 < form.num_pages < MAX_PAGES:
         return f"a tensor map has from 1 to {MAX_PAGES} pages"
-    if tma.copies_rows(problem) and not tma.near(problem, operands):
+    if tma.copies_rows(problem) and not tma.page_offsets_fit_32_bits(problem, operands):
         return f"pages of {form.page_size} keys lie further apart than rows are found"
     return None
 
@@ -113,7 +114,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     if masks_keys(problem):
         plain = choose(replace(problem, mask=None), target, operands)
         return replace(plain, key_mask=True, cluster=1)
-    fields, shared = _fields(problem, target, max(problem.headdim, problem.headdim_v))
+    fields, split_keys = _fields(problem, target, max(problem.headdim, problem.headdim_v))
     between = operands.strides.get("out", ())[:-1]
     store_bytes = access_bytes(problem.headdim_v * 2, operands.pointers, *between)
     if problem.max_seqlen_q < LONG_SEQLEN or problem.mask is not None or problem.pages is not None:
@@ -122,7 +123,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         fields["cluster"] = 1
     if problem.pages is not None and fields["consumers"] == 2:
         copies = tma.copies_rows(problem) and max(problem.headdim, problem.headdim_v) <= 128
-        most = _COPYING_REGISTERS if copies else _FINDING_REGISTERS
+        most = _CONSUMER_REGISTERS_PAGED_ROWS if copies else _CONSUMER_REGISTERS_PAGED
         fields["consumer_registers"] = min(fields["consumer_registers"], most)
     # Stores by TMA pay where tiles are stored often: in ragged batches and under masks. Other calls gain nothing by them.
     # Where a bias stands beside the mask, its slots need the shared memory more.
@@ -138,7 +139,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         **fields,
         **known,
         store_bytes=store_bytes,
-        stream_k=shared,
+        stream_k=split_keys,
     )
     config = fit.with_heads(fit.with_room(config, target), problem)
     config = fit.with_bias(config, problem, target, operands)
@@ -147,7 +148,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         config = replace(
             config,
             page_rows=1 if copied else math.gcd(problem.pages.page_size, config.tile_k),
-            whole_rows=not copied and tma.next_pages(problem, operands) is not None,
+            whole_rows=not copied and tma.page_strides_in_heads(problem, operands) is not None,
         )
     return fit.with_ramp(fit.with_query_slots(config, target), problem, target)
 
@@ -165,40 +166,43 @@ def masks_keys(problem: Problem) -> bool:
         return False
     if not form.dense:
         return False
-    wide = max(problem.headdim, problem.headdim_v) > _MASKED_WINDOW_COLUMNS
+    wide = max(problem.headdim, problem.headdim_v) > _KEY_MASK_WINDOW_MAX_HEADDIM
     if problem.ragged or (problem.window_left is not None and wide):
         return False
-    return problem.plain_scores and problem.max_seqlen_k < min(MOST_MASKED_KEYS, SHARED_SEQLEN)
+    most = min(MOST_MASKED_KEYS, STREAM_K_LEAST_KEYS)
+    return problem.plain_scores and problem.max_seqlen_k < most
 
 
-def shareable(problem: Problem, seqlen: int) -> bool:
+def may_split_keys(problem: Problem, seqlen: int) -> bool:
     """Whether the keys of query tiles may be split among blocks.
 
     Tiles with about as many keys as each other may be from `seqlen` keys on, unlike ones of dense causal batches from
-    `UNLIKE_SEQLEN` on.
+    `STREAM_K_LEAST_KEYS_UNLIKE` on.
     """
     if problem.num_splits is not None:
         return False
-    longest = filling.extremes(problem)[1]
-    if filling.by_length(problem):
+    longest = time_estimate.fewest_and_most_keys(problem)[1]
+    if time_estimate.splits_by_length(problem):
         # The host does not know the lengths of a mask's lists.
-        return problem.mask is None and longest >= UNLIKE_SEQLEN
-    return longest >= seqlen and filling.alike(problem)
+        return problem.mask is None and longest >= STREAM_K_LEAST_KEYS_UNLIKE
+    return longest >= seqlen and time_estimate.alike(problem)
 
 
-def least_piece(problem: Problem, tile_k: int) -> int:
+def least_piece_tiles(problem: Problem, tile_k: int) -> int:
     """The fewest key tiles of a piece. With shorter pieces, merging those of a query tile takes longer than computing them."""
-    shortest = math.sqrt(filling.ITEM_KEYS * filling.extremes(problem)[1])
-    return max(LEAST_PIECE, math.ceil(shortest / tile_k))
+    _, longest = time_estimate.fewest_and_most_keys(problem)
+    shortest = math.sqrt(time_estimate.ITEM_MERGE_COST_KEYS * longest)
+    return max(LEAST_PIECE_TILES, math.ceil(shortest / tile_k))
 
 
-def worth_sharing(problem: Problem, rows: int, heads: int, workers: int) -> int:
+def least_gain(problem: Problem, rows: int, heads: int, workers: int) -> int:
     """By how many key tiles' time splitting must end the split tiles earlier.
 
     rows: query rows of each head that the schedule hands out together; heads: those whose rows share a tile.
     """
-    idle = filling.count(problem, rows * heads, heads) < workers
-    return WORTH_SHARING // 2 if idle and not filling.by_length(problem) else WORTH_SHARING
+    idle = time_estimate.count(problem, rows * heads, heads) < workers
+    halved = idle and not time_estimate.splits_by_length(problem)
+    return LEAST_GAIN_TILES // 2 if halved else LEAST_GAIN_TILES
 
 
 def _in_equal_rounds(problem: Problem, idle: bool) -> bool:
@@ -224,24 +228,24 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     table = _table(problem)
     usual = _usual(problem, wide)
     rows = rows_of(usual["consumers"])
-    tiles = filling.count(problem, rows, heads_per_tile(problem, rows))
+    tiles = time_estimate.count(problem, rows, heads_per_tile(problem, rows))
     # One stands for an unknown number of SMs: the kernel is only compiled.
     if target.multiprocessors == 1:
-        return usual, problem.mask is None and shareable(problem, STREAM_K_SEQLEN)
+        return usual, problem.mask is None and may_split_keys(problem, STREAM_K_ALWAYS_KEYS)
     idle = tiles < target.multiprocessors
-    if _in_equal_rounds(problem, idle) and shareable(problem, STREAM_K_SEQLEN):
+    if _in_equal_rounds(problem, idle) and may_split_keys(problem, STREAM_K_ALWAYS_KEYS):
         return usual, True
     # The lists of a mask differ in length. Where SMs are idle it pays to split them; else whole tiles, longest list first, win.
-    shares = shareable(problem, SHARED_SEQLEN) and (idle or problem.mask is None)
+    may_split = may_split_keys(problem, STREAM_K_LEAST_KEYS) and (idle or problem.mask is None)
     # A float32 bias and the random bits of dropout are held in registers that only the rows of these tables leave free.
     bound = table in ("held", "dropout")
     plain = table in ("any", "long", "left", "narrow_values") or table.startswith("paged")
-    crowded = _may_crowd(problem, table, wide)
+    shares_sm = _may_share_sm(problem, table, wide)
     # A block's only consumer can overlap its work on scores with the products of other blocks of the SM alone.
-    longest = _SHORT_SCORED_SEQLEN if crowded and not plain else _SHORT_SEQLEN
+    longest = _SHORT_SCORED_SEQLEN if shares_sm and not plain else _SHORT_SEQLEN
     short = not bound and problem.max_seqlen_q <= longest
-    short &= crowded or problem.max_seqlen_q > _LONE_SEQLEN
-    limit = _SOME_ROUNDS if plain else _FEW_ROUNDS
+    short &= shares_sm or problem.max_seqlen_q > _ONE_CONSUMER_SEQLEN
+    limit = _ROUNDS_ENOUGH_PLAIN if plain else _ROUNDS_ENOUGH_SCORED
     if problem.ragged and not problem.group and problem.pages is None:
         # The host does not know how much of a padded batch is padding. Only for few tiles and short sequences this is harmless.
         limit = 1
@@ -249,7 +253,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         return usual, False
     others: list[Mapping[str, Any]] = []
     if not bound:
-        most = (_MOST_RAGGED_BLOCKS if problem.ragged else _MOST_BLOCKS) if crowded else 1
+        most = (_MOST_RAGGED_BLOCKS if problem.ragged else _MOST_BLOCKS) if shares_sm else 1
         others = [
             row.fields
             for row in _rows("few", wide)
@@ -261,21 +265,21 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
             others += (row.fields for row in _rows(table, wide)[1:])
 
     def duration(choice: tuple[Mapping[str, Any], bool], lengths: Problem) -> float:
-        fields, shared = choice
+        fields, split_keys = choice
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
-        least = least_piece(lengths, fields["tile_k"]) if shared else 0
-        return filling.duration(
+        least = least_piece_tiles(lengths, fields["tile_k"]) if split_keys else 0
+        return time_estimate.duration(
             lengths, target.multiprocessors, fields, heads, _blocks(fields), least
         )
 
     rows_of_tables = (usual, *others)
     choices = [(fields, False) for fields in rows_of_tables]
-    choices += [(fields, True) for fields in rows_of_tables if shares and _blocks(fields) == 1]
+    choices += [(fields, True) for fields in rows_of_tables if may_split and _blocks(fields) == 1]
     durations = [duration(each, problem) for each in choices]
     if problem.ragged and problem.group and problem.pages is None:
         # Another row must win twice: with all sequences as long as they may be, and with all of the mean length.
         worth = _WORTH_CHANGING * durations[0]
-        by_mean = [duration(each, filling.averaged(problem)) for each in choices]
+        by_mean = [duration(each, time_estimate.averaged(problem)) for each in choices]
         durations = [
             mean if each < worth else math.inf
             for mean, each in zip(by_mean, durations, strict=True)
@@ -285,18 +289,18 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         return usual, False
     # The first of those that are about equally fast: the order of the tables is measured, the times are estimates.
     best = next(n for n, each in enumerate(durations) if each <= _EQUAL * min(durations))
-    fields, shared = choices[best]
-    return dict(fields), shared
+    fields, split_keys = choices[best]
+    return dict(fields), split_keys
 
 
-def _may_crowd(problem: Problem, table: str, wide: int) -> bool:
+def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
     """Whether several blocks may share an SM.
 
     Such blocks have registers for plain scores and for masks, and up to head dim 64 for ALiBi or for a bias that comes to
     slots. They have none for a producer that looks up pages. Under a mask larger tiles are faster except for short
     sequences, since each tile walks its own list of key tiles and reads its bits.
     """
-    if problem.max_seqlen_k >= _CROWDED_KEYS or problem.pages is not None:
+    if problem.max_seqlen_k >= _ONE_BLOCK_LEAST_KEYS or problem.pages is not None:
         return False
     if table == "masked":
         return problem.max_seqlen_q <= _SHORT_MASKED_SEQLEN

@@ -12,9 +12,9 @@ from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import align_rows, fill_padding, mask_tiles, schedule
 from rawattn._kernels.portable.forward import padding
-from rawattn._kernels.sm90 import bias_slots, filling, forward, tma
+from rawattn._kernels.sm90 import bias_slots, forward, time_estimate, tma
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED, STORE_ROWS, Config
-from rawattn._kernels.steps import Geometry, Part, Step, Steps, Tiles, patches
+from rawattn._kernels.steps import Geometry, Step, Steps, SubTask, Tiles, patches
 from rawattn._kernels.target import Target
 from rawattn._strides import Strides
 
@@ -56,7 +56,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         config.schedule_rows,
         problem.nheads_q // config.heads_per_tile,
         most=clusters,
-        times=config.cluster,
+        blocks_each=config.cluster,
     )
     whole = -(-problem.rows_q // config.schedule_rows) * tiles.heads * problem.batch
     masks = mask_tiles.Masks(problem, structure, operands, inner, target)
@@ -71,7 +71,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         **dict(
             zip(
                 ("next_page_k", "next_page_v"),
-                tma.next_pages(problem, operands) or (0, 0),
+                tma.page_strides_in_heads(problem, operands) or (0, 0),
                 strict=True,
             )
         ),
@@ -87,13 +87,15 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         scratch["partials"] = shared.partial_bytes
         addresses |= {"arrived": "arrived", "partials": "partials"}
     if mask is not None:
-        of_mask = score_params.broadcast("mask", mask.shape, operands.of_options["mask"], "bool")
+        of_mask = score_params.broadcast(
+            "mask", mask.shape, operands.option_strides["mask"], "bool"
+        )
         values |= {"key_mask.batch": of_mask["mask.batch"], "key_mask.keys": mask.shape[3]}
         addresses["key_mask__data"] = "mask"
-    schedules: tuple[Part, ...] = ()
+    schedules: tuple[SubTask, ...] = ()
     orders: dict[str, int] = {}
     if problem.ragged and problem.batch > MOST_ORDERED:
-        schedules = (schedule.part(structure, config.schedule_rows, of="q", name="order"),)
+        schedules = (schedule.sub_task(structure, config.schedule_rows, of="q", name="order"),)
         orders["order"] = schedule.order_bytes(problem.batch)
         addresses["forward__order"] = "order"
     of_padding: list[tuple[int, str]] = []
@@ -150,13 +152,13 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
     if problem.ragged or problem.window_right is None or problem.window_left is not None:
         return 0
     # If tiles are about equally long, no tile fills a gap better than another, and keeping some would read their keys twice.
-    if filling.alike(problem):
+    if time_estimate.alike(problem):
         return 0
     tiles = -(-problem.rows_q // config.schedule_rows)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     # Lengths in units of a tile's rows: the n-th shortest tile has `before` + n, the longest `before` + tiles. So k kept tiles
     # of a head are k * before + k * k / 2 of work, and `kept` is the k for which that is `wanted`.
-    before = filling.extremes(problem)[0] / config.schedule_rows
+    before = time_estimate.fewest_and_most_keys(problem)[0] / config.schedule_rows
     wanted = _KEPT_ROUNDS * clusters * (before + tiles) / heads
     kept = math.sqrt(before * before + 2 * wanted) - before
     # With very many heads the tiles of the last ones fill the gaps, and no keys need be read twice.
@@ -196,26 +198,26 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
     # A lane leaves 32 bytes for each 16 columns of its two rows, and 16 bytes for their references (running max) and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
     rows, piece, units = 0, 0, 0
-    least = forward.least_piece(problem, config.tile_k)
-    worth = forward.worth_sharing(problem, config.schedule_rows, config.heads_per_tile, clusters)
+    least = forward.least_piece_tiles(problem, config.tile_k)
+    least_gain = forward.least_gain(problem, config.schedule_rows, config.heads_per_tile, clusters)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     if problem.ragged:
         if clusters == 1:
             return None
         tiles, pieces = clusters - 1, clusters
-    elif filling.by_length(problem):
-        lengths = filling.key_tiles(problem, config.schedule_rows, config.tile_k)
+    elif time_estimate.splits_by_length(problem):
+        lengths = time_estimate.key_tiles(problem, config.schedule_rows, config.tile_k)
         piece = max(least, -(-heads * sum(lengths) // clusters))
         rows = sum(each > piece for each in lengths)
-        if lengths[0] - piece < max(1, worth):
+        if lengths[0] - piece < max(1, least_gain):
             return None
         tiles, pieces = heads * rows, -(-heads * sum(lengths[:rows]) // piece)
     else:
         tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
-        keys = -(-filling.extremes(problem)[1] // config.tile_k)
-        pieces = filling.pieces_of(tiles, keys, clusters, least)
+        keys = -(-time_estimate.fewest_and_most_keys(problem)[1] // config.tile_k)
+        pieces = time_estimate.pieces_of(tiles, keys, clusters, least)
         gain = (pieces - tiles) * keys  # in key tiles, of all pieces
-        if tiles == 0 or pieces <= tiles or gain < worth * pieces:
+        if tiles == 0 or pieces <= tiles or gain < least_gain * pieces:
             return None
         part = -(-keys // pieces)
         piece, units = tiles * part, pieces * part
@@ -226,7 +228,7 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
         rows=rows,
         pieces=pieces if rows else 0,
         least=least,
-        gain=worth,
+        gain=least_gain,
     )
 
 
@@ -255,8 +257,8 @@ def tensor_maps(problem: Problem, config: Config, operands: Operands) -> dict[st
     if config.interleaved:
         maps["q"] = heads_before_rows(maps["q"])
     if not config.copies_rows:
-        next_pages = tma.next_pages(problem, operands) if config.whole_rows else None
-        keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, next_pages)
+        page_strides = tma.page_strides_in_heads(problem, operands) if config.whole_rows else None
+        keys = maps_of_keys(problem, operands, config.page_rows or config.tile_k, page_strides)
         of_keys = dict(zip("kv", (each for _, each in keys), strict=True))
         maps = {"q": maps.pop("q"), **of_keys, **maps}
     if config.bias_stages and not config.bias_by_rows:
@@ -268,19 +270,19 @@ def maps_of_keys(
     problem: Problem,
     operands: Operands,
     box_rows: int,
-    next_pages: tuple[int, int] | None = None,
+    page_strides: tuple[int, int] | None = None,
 ) -> tuple[tuple[str, Geometry], ...]:
     """For keys and for values, in rows or in pages: the name of the array, and its tensor map.
 
-    next_pages: as `tma.next_pages` says, where boxes bring whole rows; else None.
+    page_strides: as `tma.page_strides_in_heads` says, where boxes bring whole rows; else None.
     """
     found = []
     dims = problem.headdim, problem.headdim_v
     for n, (name, headdim) in enumerate(zip(KEYS[problem.pages is not None], dims, strict=True)):
         strides = operands.strides[name]
-        if next_pages is not None:
+        if page_strides is not None:
             found.append(
-                (name, whole_rows_of_pages(problem, strides, headdim, box_rows, next_pages[n]))
+                (name, whole_rows_of_pages(problem, strides, headdim, box_rows, page_strides[n]))
             )
             continue
         if problem.pages is not None:

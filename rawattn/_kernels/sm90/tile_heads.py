@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rawattn._call.problem import Problem
-from rawattn._kernels.sm90.filling import averaged
+from rawattn._kernels.sm90.time_estimate import averaged
 
 # Heads are interleaved if that leaves at most this fraction of the tiles. Interleaved tiles may end in unused rows, so a
 # smaller gain does not pay (docs/notes/hopper-forward.md).

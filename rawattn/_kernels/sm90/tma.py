@@ -58,7 +58,7 @@ def copies_rows(problem: Problem) -> bool:
     return problem.pages is not None and problem.pages.page_size % SWIZZLE_ROWS != 0
 
 
-def near(problem: Problem, operands: Operands) -> bool:
+def page_offsets_fit_32_bits(problem: Problem, operands: Operands) -> bool:
     """Whether 32 bits hold the offset of every row of every page, in units of 16 bytes."""
     form = problem.pages
     assert form is not None
@@ -71,7 +71,7 @@ def near(problem: Problem, operands: Operands) -> bool:
     return all(span < 16 * (2**32 - 1) for span in spans)
 
 
-def next_pages(problem: Problem, operands: Operands) -> tuple[int, int] | None:
+def page_strides_in_heads(problem: Problem, operands: Operands) -> tuple[int, int] | None:
     """The stride from a page to the next in units of the head stride, for keys and for values.
 
     With it one axis of a tensor map counts heads and pages together, so that boxes can bring whole rows. None where they

@@ -37,7 +37,7 @@ _BEGIN_KEYS = {
 # Corrections by head dim, then by (consumers, tile_k): the measured time over the estimated one. Shapes not listed have 1.
 _PACES: dict[int, dict[tuple[int, int], float]] = {64: {(1, 48): 1.1, (2, 48): 0.95}, 256: {}}
 # The same for a block that has the few registers of blocks that share an SM, but has the SM to itself.
-_LONE_PACES: dict[int, dict[tuple[int, int], float]] = {
+_ALONE_ON_SM_PACES: dict[int, dict[tuple[int, int], float]] = {
     64: {(2, 48): 1.45, (1, 48): 1.45},
     96: {(2, 32): 1.65},
     256: {},
@@ -45,23 +45,23 @@ _LONE_PACES: dict[int, dict[tuple[int, int], float]] = {
 # Masking keys beyond the diagonal takes a tile as long as this many more keys.
 _MASKED_KEYS = 16
 # Consumers without rows save this fraction of the time that the tile would save if it did not have them.
-_SPARED = 0.56
+_IDLE_CONSUMER_SAVING = 0.56
 # Merging the items of unlike tiles makes a call longer by the time of this many keys.
 _MERGE_KEYS = 1024
 # Where tiles are split by keys, in keys:
 # what a piece takes beside its own keys and its beginning;
-_SHARE_KEYS = 150
+_PIECE_COST_KEYS = 150
 # what each item of a query tile takes to be merged, one after the other;
-ITEM_KEYS = 50
+ITEM_MERGE_COST_KEYS = 50
 # what 64 rows of each item of the call take, since all partial results go through the L2 cache.
-_PARTIAL_KEYS = 1.5
+_PARTIAL_TRAFFIC_KEYS = 1.5
 # The exponent p of (products^p + reading^p)^(1/p), the time of products that overlap reads from DRAM. An infinite p would mean
 # that the longer of the two hides the other wholly.
-_OVERLAP = 3
+_OVERLAP_EXPONENT = 3
 # Key tiles by which pieces may be longer where every query tile then has equally many of them.
 _HARDLY_LONGER = 2
 # The time for a key that is read from DRAM on behalf of all SMs, by the largest head dim, in 16-bit elements.
-_MEMORY_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
+_DRAM_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
 # Bytes of keys and values that stay in the L2 cache until other blocks read them.
 _CACHED_BYTES = 40 << 20
 # Query tiles are alike if the shortest has at least this fraction of the longest one's keys.
@@ -88,16 +88,16 @@ def duration(
     """
     rows = 64 * fields["consumers"]
     most, blocks = blocks, max(1, min(blocks, -(-count(problem, rows, heads) // multiprocessors)))
-    tiles = _tiles(problem, fields, heads, blocks, lone=blocks == 1 < most)
+    tiles = _tiles(problem, fields, heads, blocks, alone_on_sm=blocks == 1 < most)
     workers = multiprocessors * blocks
     times = [time for time, count in tiles for _ in range(count)]  # longest first
     if len(times) > _MOST_SIMULATED:
         return sum(times) / workers + times[0] / 2
     sharing = 0.0
-    idle = 0 < len(times) <= workers and not by_length(problem)
+    idle = 0 < len(times) <= workers and not splits_by_length(problem)
     if idle and not least:
         return max(times[0], _reading(problem, len(times), Fraction(1)) / multiprocessors)
-    if least and by_length(problem):
+    if least and splits_by_length(problem):
         fair = sum(times) / workers
         if fair < times[0]:
             pace = _of_headdim(_TIMES, problem)[fields["consumers"]]
@@ -139,7 +139,7 @@ def _of_pieces(
     """
     consumers: int = fields["consumers"]
     tile_k: int = fields["tile_k"]
-    keys = -(-extremes(problem)[1] // tile_k)
+    keys = -(-fewest_and_most_keys(problem)[1] // tile_k)
     pieces = pieces_of(tiles, keys, workers, least)
     if pieces <= tiles:
         return math.inf
@@ -153,9 +153,13 @@ def _of_pieces(
     reading = 0.0
     if all_of_them:
         reading = _reading(problem, tiles, of_tile) / workers
-    merging = ITEM_KEYS * (float(of_tile) + 1) + _PARTIAL_KEYS * consumers * items
-    busy: float = (products**_OVERLAP + reading**_OVERLAP) ** (1 / _OVERLAP)
-    return busy + begin * (1 + uneven) + _SHARE_KEYS + merging
+    merging = (
+        ITEM_MERGE_COST_KEYS * (float(of_tile) + 1) + _PARTIAL_TRAFFIC_KEYS * consumers * items
+    )
+    busy: float = (products**_OVERLAP_EXPONENT + reading**_OVERLAP_EXPONENT) ** (
+        1 / _OVERLAP_EXPONENT
+    )
+    return busy + begin * (1 + uneven) + _PIECE_COST_KEYS + merging
 
 
 def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
@@ -164,24 +168,24 @@ def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
     Tiles with the same keys read them from DRAM once, together. If their pieces begin at different keys, so far apart that the
     keys between do not fit the L2 cache, each reads them for itself.
     """
-    keys, streams = extremes(problem)[1], problem.batch * problem.nheads_kv
+    keys, streams = fewest_and_most_keys(problem)[1], problem.batch * problem.nheads_kv
     together = tiles / streams
     key_bytes = (problem.headdim + problem.headdim_v) * (1 if problem.float8 else 2)
     apart = min(1.0, float(abs(pieces - round(pieces))) * (together - 1)) * keys
     times = (
         1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, pieces.denominator)
     )
-    pace: float = _of_headdim(_MEMORY_TIMES, problem)
+    pace: float = _of_headdim(_DRAM_TIMES, problem)
     return keys * streams * times * pace / (2 if problem.float8 else 1)
 
 
 def alike(problem: Problem) -> bool:
     """Whether query tiles have about as many keys as each other. If not, equal parts of tiles would not be equally long."""
-    shortest, longest = extremes(problem)
+    shortest, longest = fewest_and_most_keys(problem)
     return shortest >= ALIKE * longest
 
 
-def by_length(problem: Problem) -> bool:
+def splits_by_length(problem: Problem) -> bool:
     """Whether query tiles that are split are as long in the line as they have keys: unlike ones of dense causal batches."""
     left, right = problem.window_left, problem.window_right
     return not problem.ragged and left is None and right is not None and not alike(problem)
@@ -194,7 +198,7 @@ def key_tiles(problem: Problem, rows: int, tile_k: int) -> list[int]:
     return [max(1, -(-keys // tile_k)) for keys in visible][::-1]
 
 
-def extremes(problem: Problem) -> tuple[int, int]:
+def fewest_and_most_keys(problem: Problem) -> tuple[int, int]:
     """The fewest and the most keys of a query tile, as if tiles had one row: those that the first and the last row see."""
     last = max(problem.max_seqlen_q - 1, 0)
     found = [_visible(problem, row, row + 1) for row in (0, last)]
@@ -210,11 +214,11 @@ def count(problem: Problem, rows: int, heads: int) -> int:
 
 
 def _tiles(
-    problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int, lone: bool
+    problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int, alone_on_sm: bool
 ) -> list[tuple[float, int]]:
-    """Pairs of a tile's time and how many tiles take it, longest first. lone: see `_LONE_PACES`."""
+    """Pairs of a tile's time and how many tiles take it, longest first. alone_on_sm: see `_ALONE_ON_SM_PACES`."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
-    paces = _LONE_PACES if lone else _PACES
+    paces = _ALONE_ON_SM_PACES if alone_on_sm else _PACES
     pace = _of_headdim(paces, problem).get((consumers, tile_k), 1.0)
     times, begin = _of_headdim(_TIMES, problem), _of_headdim(_BEGIN_KEYS, problem)
 
@@ -233,7 +237,9 @@ def _tiles(
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
         keys = -(-_visible(problem, first, behind) // tile_k) * tile_k + masked
         time, alone = time_of(consumers, keys), time_of(busy, keys)
-        found.append((pace * (time - _SPARED * (time - alone)), max(1, round(copies))))
+        found.append(
+            (pace * (time - _IDLE_CONSUMER_SAVING * (time - alone)), max(1, round(copies)))
+        )
     return sorted(found, reverse=True)
 
 
