@@ -15,14 +15,14 @@ Kept = TypeVar("Kept")
 _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def unique() -> str:
+def unique_handle() -> str:
     """A handle for an object that equals no other, in any process."""
     return secrets.token_hex(16)
 
 
-def handle_of(*said: object) -> str:
+def handle_of(*values: object) -> str:
     """The handle of an object that these values of built-in types determine. Equal values give it in every process."""
-    return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
 
 
 def register(handle: str, new: Kept) -> Kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 Strides = tuple[int, ...]  # of an array's public shape
 
 
-def walked(shape: tuple[int, ...], strides: Strides) -> Strides:
+def ignoring_unit_axes(shape: tuple[int, ...], strides: Strides) -> Strides:
     """The strides with 0 along axes of one element, where they mean nothing. Equal for arrays that are accessed alike."""
     return tuple(x if n > 1 else 0 for n, x in zip(shape, strides, strict=True))
 

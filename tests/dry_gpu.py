@@ -160,7 +160,7 @@ def stand_in_for_the_gpu() -> None:
     _set(
         type(arrays),
         empty=lambda self, shape, dtype, beside: _array(shape, dtype),
-        maker=lambda self, shape, dtype, beside: functools.partial(_array, shape, dtype),
+        allocator_like=lambda self, shape, dtype, beside: functools.partial(_array, shape, dtype),
     )
     gpu_report.why_no_gpu = lambda: None
     _stand_in_for_lists_of_keys()

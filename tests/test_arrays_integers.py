@@ -96,7 +96,7 @@ def test_tensors_of_torch_that_are_read_by_their_attributes(
         read_one=lambda tensor: None if dense is None else read,
         dtype_of=np.dtype,
         stream=lambda device: stream,
-        is_cupys=lambda stream, device: (stream, device) == (7, 3),
+        is_cupy_current=lambda stream, device: (stream, device) == (7, 3),
     )
     monkeypatch.setattr(integers, "native_of", lambda framework: own)
     monkeypatch.setattr(integers.dlpack, "device_array", lambda *form: form)

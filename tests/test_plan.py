@@ -356,9 +356,9 @@ def test_named_gradients_take_the_short_way(
 def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     told: list[Any] = []
-    monkeypatch.setattr(plan_fast_path, "teller", lambda *x: lambda: told.extend(x))
+    monkeypatch.setattr(plan_fast_path, "version_bumper", lambda *x: lambda: told.extend(x))
     for module in (planned, plan_fast_path):
-        monkeypatch.setattr(module, "tell_written", lambda *x: told.extend(x))
+        monkeypatch.setattr(module, "bump_versions", lambda *x: told.extend(x))
     q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
     made = plan(attention, q, k, v)
     out = made(q, k, v)
@@ -375,7 +375,7 @@ def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_that_a_plan_writes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     told: list[Any] = []
-    monkeypatch.setattr(plan_fast_path, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(plan_fast_path, "bump_versions", lambda *x: told.extend(x))
     monkeypatch.setattr(planned.on_gpu, "possible_overlaps", lambda *_: ())
     k, k_pages, v_pages = aligned((1, 1, 2, 8)), aligned((2, 4, 2, 8)), aligned((2, 4, 2, 8))
     table = np.zeros((1, 1), np.int32)

@@ -14,7 +14,7 @@ import rawattn
 from rawattn import SeqLayout
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
-from rawattn._interop.native import View, _Reading
+from rawattn._interop.native import View, _GeneratedReaders
 from rawattn._interop.readers import Attributes
 from rawattn._kernels.selection import only
 from rawattn._runtime import on_gpu
@@ -40,7 +40,7 @@ class Array:
     requires_grad = property(lambda self: self.tracked)
 
 
-class Framework(_Reading):
+class Framework(_GeneratedReaders):
     """`Native` of `Array`, and a GPU: what is prepared there, and what is launched."""
 
     kinds = (Array,)
@@ -71,7 +71,9 @@ class Framework(_Reading):
         self.next += 1 << 10
         return Array(self.next, shape)
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, beside: Any) -> Callable[[], Array]:
+    def allocator_like(
+        self, shape: tuple[int, ...], dtype: Any, beside: Any
+    ) -> Callable[[], Array]:
         return lambda: self.empty(shape, dtype, beside)
 
     def current_device(self) -> int:
@@ -249,7 +251,7 @@ def test_a_write_of_a_repeated_call_is_told(
     known(gpu, lambda: rawattn.attention(*arrays(), out=out))
     told: list[Any] = []
     refused: list[Any] = []
-    monkeypatch.setattr(fast_path, "tell_written", lambda *x: told.extend(x))
+    monkeypatch.setattr(fast_path, "bump_versions", lambda *x: told.extend(x))
     monkeypatch.setattr(
         fast_path, "refuse_gradients_of_written", lambda names, x: refused.append((*names, *x))
     )
@@ -324,7 +326,7 @@ beside: dict[Any, tuple[Array, ...]] = {}
 def test_a_repeated_call_is_given_the_arrays_of_its_mask_and_its_memo(
     backward: bool, gpu: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rawattn.BlockMask, "beside", lambda mask, q: beside[mask.handle])
+    monkeypatch.setattr(rawattn.BlockMask, "on_device_of", lambda mask, q: beside[mask.handle])
     (one, _), (other, words) = (of_mask(monkeypatch, n << 24) for n in (1, 2))
     given = of_backward() if backward else arrays()
     call: Any = rawattn.attention_backward if backward else rawattn.attention

@@ -138,7 +138,7 @@ def test_layers_share_a_layout(calls: list[Any]) -> None:
 
 
 def test_lengths_go_with_the_layers_to_their_devices() -> None:
-    made = ours.visible(batch_size=3, q_length=17, kv_length=17, attention_mask=padding("left"))
+    made = ours.mask_spec(batch_size=3, q_length=17, kv_length=17, attention_mask=padding("left"))
     assert made.seqs is not None
     moved = made.to("meta", non_blocking=True)
     assert moved.layout["seqlen_k"].device.type == "meta" and moved.layout["max_seqlen_k"] == 17
@@ -222,7 +222,7 @@ _IDS = torch.tensor([[0, 0, 0, 1, 1]])
 )
 def test_mask_functions_that_are_not_known_become_a_mask(function: Any) -> None:
     call = {"batch_size": 1, "q_length": 5, "kv_length": 5, "mask_function": function}
-    got = ours.visible(**call)
+    got = ours.mask_spec(**call)
     assert torch.equal(got, masking.sdpa_mask(**call, allow_is_causal_skip=False))
     assert got.shape == (1, 1, 5, 5)
 
@@ -252,7 +252,7 @@ def test_the_mask_is_the_one_of_transformers(function: Any, side: str, lead: int
     exact = masking.sdpa_mask(**call, allow_is_causal_skip=False)
     q, k = torch.zeros(3, 2, 17 - lead, 8), torch.zeros(3, 1, 17 + free, 8)
     v = torch.eye(17 + free).expand(3, 1, -1, -1)
-    out, _ = ours.forward(torch.nn.Module(), q, k, v, ours.visible(**call))
+    out, _ = ours.forward(torch.nn.Module(), q, k, v, ours.mask_spec(**call))
     seen = (out > 0).transpose(1, 2)[:, :1]
     real = mask.bool()[:, lead:] if diagonal else torch.ones(3, 17 - lead, dtype=torch.bool)
     assert torch.equal(seen[:, 0][real], exact[:, 0][real])

@@ -218,7 +218,7 @@ def test_a_bias_is_indexed_in_the_batch_where_padding_comes_first() -> None:
     real = padding("left").bool()
     call = {"batch_size": 3, "q_length": 17, "kv_length": 17, "attention_mask": real}
     call["mask_function"] = masking.bidirectional_mask_function
-    mask = ours.visible(**call)
+    mask = ours.mask_spec(**call)
     assert mask.packed
     q, k, v = torch.randn(3, 3, 4, 17, 8)
     bias = torch.randn(1, 4, 17, 17)

@@ -8,7 +8,7 @@ from typing import Any
 from rawattn._call.hints import layout_advice
 from rawattn._call.layout import Lengths, side_of
 from rawattn._call.seq_layout import ARRAYS, SeqLayout
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop.xla import is_traced
 
 _MAX_BINDINGS = 16  # entries of `SeqLayout._bindings`
@@ -37,7 +37,7 @@ def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int)
     if lengths is None:
         lengths = _bind(seqs, batch, rows_q, rows_k)
         if bindings:
-            make_room(bindings, _MAX_BINDINGS)
+            evict_if_full(bindings, _MAX_BINDINGS)
         bindings[key] = lengths
     return lengths
 

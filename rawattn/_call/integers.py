@@ -216,7 +216,7 @@ def lengths_from_mask(name: str, value: Any) -> Any:
         traced = xla.is_traced(value)
         mask = value if traced else import_array(name, value, stream=stream).array
         if mask.dtype != np.bool_:
-            raise TypeError(dynamo.mask_words(name, mask.dtype))
+            raise TypeError(dynamo.mask_dtype_message(name, mask.dtype))
         if mask.ndim != 2:
             raise ValueError(f"{name}: got shape {mask.shape}, expected (batch, seqlen)")
         if isinstance(mask, np.ndarray):

@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn._call import integers
 from rawattn._call.layout import bound_of
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 
 LayoutKey = tuple[Any, ...]  # the key of a layout
 # The values of starts on the host, summed up: the longest sequence, the first start and the last one.
@@ -58,7 +58,7 @@ def key_of(
 
 
 def remember(key: LayoutKey, batch: int | None) -> None:
-    make_room(batch_by_key, _MAX_KEYS)
+    evict_if_full(batch_by_key, _MAX_KEYS)
     batch_by_key[key] = batch
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rawattn._call.layout import Lengths, Side, bound_of
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 
 _INT32_MAX = 2**31 - 1
 _MAX_KNOWN = 4096  # entries of `_known`
@@ -87,7 +87,7 @@ def _find(lengths: Lengths) -> None:
     found = _known.get(fields)
     if found is None:
         # Lengths keep their structure and token when these are dropped here.
-        make_room(_known, _MAX_KNOWN)
+        evict_if_full(_known, _MAX_KNOWN)
         sides = SideStructure(*q), SideStructure(*k)
         form = Structure(lengths.batch, lengths.group, *sides, on_host, devices, of_k is of_q)
         found = _known.setdefault(fields, (form, object()))

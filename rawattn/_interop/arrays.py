@@ -321,7 +321,7 @@ def _wait_argument(framework: str, handle: int) -> int | None:
 
 
 def _capsule(obj: Any, **keywords: Any) -> object:
-    with streams.capsules:
+    with streams.capsule_lock:
         try:
             return obj.__dlpack__(**keywords, max_version=dlpack.MAX_VERSION)
         except TypeError:  # a producer older than DLPack 1.0

@@ -60,7 +60,7 @@ def lengths_from_mask(name: str, mask: Any) -> Any:
     """The number of real tokens in each row of a bool mask (batch, seqlen): int64, (batch,)."""
     torch, given = sys.modules["torch"], tensor(mask)
     if given.dtype != torch.bool:
-        raise TypeError(mask_words(name, _dtype(given)))
+        raise TypeError(mask_dtype_message(name, _dtype(given)))
     if given.ndim != 2:
         raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected (batch, seqlen)")
     lengths = given.sum(1)
@@ -70,7 +70,7 @@ def lengths_from_mask(name: str, mask: Any) -> Any:
     return torch.where(resumes.any(1), NO_PREFIX, lengths)
 
 
-def mask_words(name: str, dtype: Any) -> str:
+def mask_dtype_message(name: str, dtype: Any) -> str:
     return f"{name}: got dtype {dtype}, expected bool, True for a real token; pass {name} != 0 where 0 is padding"
 
 

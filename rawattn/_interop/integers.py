@@ -90,7 +90,7 @@ def of_torch(tensor: Any) -> TensorIntegers | None:
     known = native.dtype_of(dtype)
     if dense is not True or len(shape) != 1 or known not in _INTEGERS:
         return None
-    if not native.is_cupys(native.stream(device), device):
+    if not native.is_cupy_current(native.stream(device), device):
         return None
     return TensorIntegers(address, shape[0], known, device, tensor)
 

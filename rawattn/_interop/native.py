@@ -65,7 +65,9 @@ class Native(Memory, Protocol):
     def reader(self, count: int) -> Callable[..., Read | None]:
         """A function that reads `count` arrays, given as its arguments, none of them None."""
 
-    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
+    def allocator_like(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any
+    ) -> Callable[[], Any]:
         """A function that makes arrays as `empty` does, faster, for repeated calls."""
 
     def view(self, array: Any) -> View:
@@ -87,7 +89,7 @@ class Native(Memory, Protocol):
         """The handle of the framework's current stream on a device."""
 
 
-class _Reading:
+class _GeneratedReaders:
     """`Native.read` and `Native.reader`, by generated functions: one for each combination of given arrays."""
 
     def __init__(self, attributes: Attributes) -> None:
@@ -108,7 +110,7 @@ class _Reading:
         return found
 
 
-class CuPy(_Reading):
+class CuPy(_GeneratedReaders):
     """CuPy's arrays, on CuPy's current stream and in its memory."""
 
     def __init__(self) -> None:
@@ -144,7 +146,9 @@ class CuPy(_Reading):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Any:
         return self._type(shape, dtype)
 
-    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
+    def allocator_like(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any
+    ) -> Callable[[], Any]:
         return functools.partial(self._type, shape, dtype)
 
     def allocate(self, nbytes: int, device: int) -> tuple[Any, int]:
@@ -160,7 +164,7 @@ class CuPy(_Reading):
         return False
 
 
-class Torch(_Reading):
+class Torch(_GeneratedReaders):
     """CUDA tensors of torch, on torch's current stream and in its memory. Memory that later calls reuse is CuPy's (`keep`)."""
 
     def __init__(self) -> None:
@@ -181,8 +185,8 @@ class Torch(_Reading):
                     "traced": torch.compiler.is_dynamo_compiling,
                     "forward_ad": torch.autograd.forward_ad,
                 },
-                now="not traced()",
-                differentiated="forward_ad._current_level >= 0",
+                have_values="not traced()",
+                has_tangents="forward_ad._current_level >= 0",
             )
         )
         self.kinds = (torch.Tensor, torch.nn.Parameter)
@@ -237,7 +241,9 @@ class Torch(_Reading):
             else beside.new_empty(shape, dtype=wanted)
         )
 
-    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any) -> Callable[[], Any]:
+    def allocator_like(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], beside: Any
+    ) -> Callable[[], Any]:
         """Uses `empty_like` on a single element expanded to the shape, since torch would parse a shape anew at each call."""
         one = self._one(beside.get_device()).view(self._to_torch[dtype])[:1].expand(shape)
         return functools.partial(self._empty_like, one, memory_format=self._contiguous)
@@ -271,7 +277,7 @@ class Torch(_Reading):
             return self.allocate(nbytes, device)
         # CuPy reuses freed memory in the order of its current stream, so that must be this one. Switching takes time, so it is
         # done only if needed.
-        if self.is_cupys(stream, device):
+        if self.is_cupy_current(stream, device):
             memory = self._keep(nbytes)
         else:
             with streams.external(stream):
@@ -281,7 +287,7 @@ class Torch(_Reading):
     def keeps_captured(self) -> bool:
         return True
 
-    def is_cupys(self, stream: int, device: int) -> bool:
+    def is_cupy_current(self, stream: int, device: int) -> bool:
         """Whether a stream is CuPy's current stream on the device."""
         return bool(self._current_stream(device).ptr == stream)
 

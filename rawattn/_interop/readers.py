@@ -15,7 +15,7 @@ Reader = Callable[..., Any]
 _TEXT = """\
 def read({arguments}):
     try:
-        if not ({now} and {plain}):
+        if not ({have_values} and {plain}):
             return None
         {addresses}
         return [{listed}], ({form}, ({together}) & 15), {tracked}
@@ -30,8 +30,8 @@ class Attributes:
 
     plain: whether the other expressions are valid for x; it may bind `{x}_`. address: of the first element.
     form: the hashable form of x; strides are True for C order, in which the shape determines them.
-    tracked: whether x requires a gradient. differentiated: whether an array may have another derivative, asked once a call.
-    now: whether arrays have values at all, asked once a call.
+    tracked: whether x requires a gradient. has_tangents: whether an array may have another derivative, asked once a call.
+    have_values: whether arrays have values at all, asked once a call.
     """
 
     plain: str
@@ -39,8 +39,8 @@ class Attributes:
     form: str
     tracked: str
     names: Mapping[str, Any]
-    now: str = "True"
-    differentiated: str = "False"
+    have_values: str = "True"
+    has_tangents: str = "False"
 
     def reader(self, given: tuple[bool, ...]) -> Reader:
         """A function of len(given) arrays, with None for those that are not given. It returns a `native.Read`, or None.
@@ -55,7 +55,7 @@ class Attributes:
 
         text = _TEXT.format(
             arguments=", ".join(f"x{n}" for n in range(len(given))),
-            now=self.now,
+            have_values=self.have_values,
             plain=" and ".join(each(self.plain)),
             addresses="; ".join(
                 f"{x}p = {one}" for x, one in zip(arrays, each(self.address), strict=True)
@@ -65,7 +65,7 @@ class Attributes:
                 self.form.replace("{x}", f"x{n}") if one else "None" for n, one in enumerate(given)
             ),
             together=" | ".join(f"{x}p" for x in arrays),
-            tracked=" or ".join((*each(self.tracked), self.differentiated)),
+            tracked=" or ".join((*each(self.tracked), self.has_tangents)),
         )
         found: dict[str, Any] = dict(self.names)
         exec(text, found)  # only the text generated above

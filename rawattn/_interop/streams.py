@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The legacy default stream in DLPack; in CuPy and torch its handle is 0.
 DLPACK_LEGACY = 1
 # The handle of the per-thread default stream: the same number in each thread, but another stream.
-PER_THREAD = 2
+PER_THREAD_DEFAULT = 2
 
 
 def import_cupy() -> Any:
@@ -52,7 +52,7 @@ def torch_stream() -> Callable[[int], int]:
 
 def own_stream(stream: int) -> int | tuple[int, int]:
     """A key that identifies the calling thread's stream of this handle in the whole process."""
-    return stream if stream != PER_THREAD else (stream, threading.get_ident())
+    return stream if stream != PER_THREAD_DEFAULT else (stream, threading.get_ident())
 
 
 def current_stream(framework: str, device: int) -> int | None:
@@ -131,13 +131,13 @@ class _TorchMemory:
     for replays of the graph after the last tensor is gone. CuPy's pool may not grow during a capture.
     """
 
-    __slots__ = ("_device", "_elsewhere", "_handle", "_torch")
+    __slots__ = ("_device", "_fallback", "_handle", "_torch")
 
-    def __init__(self, device: int, handle: int, elsewhere: Any) -> None:
+    def __init__(self, device: int, handle: int, fallback: Any) -> None:
         self._torch = sys.modules["torch"]
         self._device = device
         self._handle = handle
-        self._elsewhere = elsewhere
+        self._fallback = fallback
 
     def __call__(self, nbytes: int) -> Any:
         import cupy
@@ -147,7 +147,7 @@ class _TorchMemory:
             cupy.cuda.runtime.getDevice() != self._device
             or cupy.cuda.get_current_stream().ptr != self._handle
         ):
-            return self._elsewhere(nbytes)
+            return self._fallback(nbytes)
         torch = self._torch
         block = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._device))
         memory = cupy.cuda.UnownedMemory(block.data_ptr(), nbytes, block, self._device)
@@ -211,7 +211,7 @@ class Borrowed:
 
 # Held while a capsule is made, and while `_free` releases one: jaxlib counts a buffer's capsules without a lock, and aborts the
 # process if two threads have corrupted the count.
-capsules = threading.RLock()
+capsule_lock = threading.RLock()
 
 _dying: queue.SimpleQueue[tuple[Any, object]] = queue.SimpleQueue()
 
@@ -236,5 +236,5 @@ def _free() -> None:
         event, owner = _dying.get()
         with contextlib.suppress(Exception):  # in a failed context there is nothing to wait for
             event.synchronize()
-        with capsules:
+        with capsule_lock:
             del event, owner

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def tell_written(*arrays: Any) -> None:
+def bump_versions(*arrays: Any) -> None:
     """Increments the version of each torch tensor among `arrays`, which may hold None and arrays of other frameworks."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -22,10 +22,10 @@ def tell_written(*arrays: Any) -> None:
             torch.autograd.graph.increment_version(x)
 
 
-def teller(*arrays: Any) -> Callable[[], None] | None:
+def version_bumper(*arrays: Any) -> Callable[[], None] | None:
     """A function that reports a write of all the torch tensors among `arrays`; None if there are none."""
     torch = sys.modules.get("torch")
     tensors = [] if torch is None else [x for x in arrays if isinstance(x, torch.Tensor)]
     if len(tensors) == 1:
         return functools.partial(torch.autograd.graph.increment_version, tensors[0])  # type: ignore[union-attr]
-    return functools.partial(tell_written, *tensors) if tensors else None
+    return functools.partial(bump_versions, *tensors) if tensors else None

@@ -186,37 +186,37 @@ class Call:
 
     def stream(self) -> int:
         """Handle of the CUDA stream that the program runs on."""
-        return int(self._xla.stream.ask(self._ctx) or 0)
+        return int(self._xla.stream.get(self._ctx) or 0)
 
     def device(self) -> int:
         """CUDA ordinal of the GPU that the program runs on."""
-        return int(self._xla.device.ask(self._ctx))
+        return int(self._xla.device.get(self._ctx))
 
     def allocate(self, nbytes: int) -> int:
         """The address of device memory from XLA, for work that this call puts on its stream and nothing later."""
         if not nbytes:
             return 0
-        asked = MemoryAllocate(
+        request = MemoryAllocate(
             ctypes.sizeof(MemoryAllocate), None, self._ctx, nbytes, _ALIGNMENT, None
         )
-        error = self._xla.memory_allocate(byref(asked))
+        error = self._xla.memory_allocate(byref(request))
         if error:
             raise MemoryError(f"{nbytes} bytes of XLA's device memory: {self._xla.take(error)}")
         if self._allocated is None:
             self._allocated = []
-        self._allocated.append((asked.data, nbytes))
-        return int(asked.data)
+        self._allocated.append((request.data, nbytes))
+        return int(request.data)
 
     @property
-    def took_memory(self) -> bool:
+    def has_allocations(self) -> bool:
         return self._allocated is not None
 
     def free(self) -> None:
         """Gives back all memory from `allocate`. XLA reuses it in the order of the stream."""
         while self._allocated:
             address, nbytes = self._allocated.pop()
-            asked = MemoryFree(ctypes.sizeof(MemoryFree), None, self._ctx, nbytes, address)
-            self._xla.check(self._xla.memory_free(byref(asked)))
+            request = MemoryFree(ctypes.sizeof(MemoryFree), None, self._ctx, nbytes, address)
+            self._xla.check(self._xla.memory_free(byref(request)))
 
 
 def handler(run: Callable[[Call], None]) -> Any:
@@ -237,7 +237,7 @@ def handler(run: Callable[[Call], None]) -> Any:
             try:
                 run(call)
             finally:
-                if call.took_memory:
+                if call.has_allocations:
                     call.free()
         except BaseException as error:  # ctypes would swallow one that leaves a C callback
             return xla.error(error)
@@ -260,13 +260,13 @@ class _Xla:
         api = Api.from_address(address)
         self.version = api.api_version.major_version, api.api_version.minor_version
         self.complete = api.struct_size >= ctypes.sizeof(Api)
-        # `_quick` functions are called with the GIL held, since they return at once. Allocations release it: one may wait for
-        # another thread to free memory.
-        self._error_create = _quick(api.Error_Create)
-        self._error_details = _quick(api.Error_GetDetails)
-        self._error_destroy = _quick(api.Error_Destroy)
-        self.stream = _Question(self, api.Stream_Get, StreamGet, "stream")
-        self.device = _Question(self, api.DeviceOrdinal_Get, DeviceOrdinalGet, "device_ordinal")
+        # `_with_gil` functions are called with the GIL held, since they return at once. Allocations release it: one may wait
+        # for another thread to free memory.
+        self._error_create = _with_gil(api.Error_Create)
+        self._error_details = _with_gil(api.Error_GetDetails)
+        self._error_destroy = _with_gil(api.Error_Destroy)
+        self.stream = _Query(self, api.Stream_Get, StreamGet, "stream")
+        self.device = _Query(self, api.DeviceOrdinal_Get, DeviceOrdinalGet, "device_ordinal")
         self.memory_allocate = _HANDLER(api.DeviceMemory_Allocate)
         self.memory_free = _HANDLER(api.DeviceMemory_Free)
 
@@ -275,8 +275,8 @@ class _Xla:
         code = next(code for kind, code in _CODES if isinstance(error, kind))
         lines = traceback.format_exception_only(type(error), error)
         message = "rawattn: " + "".join(lines).strip().replace("\0", "")
-        asked = ErrorCreate(ctypes.sizeof(ErrorCreate), None, message.encode(), code)
-        created: int = self._error_create(byref(asked))
+        request = ErrorCreate(ctypes.sizeof(ErrorCreate), None, message.encode(), code)
+        created: int = self._error_create(byref(request))
         return created
 
     def check(self, error: int | None) -> None:
@@ -285,33 +285,33 @@ class _Xla:
 
     def take(self, error: int) -> str:
         """The message of XLA's `error`, which is then destroyed."""
-        asked = ErrorGetDetails(ctypes.sizeof(ErrorGetDetails), None, error, None, 0)
-        self._error_details(byref(asked))
-        message: bytes = asked.message
+        request = ErrorGetDetails(ctypes.sizeof(ErrorGetDetails), None, error, None, 0)
+        self._error_details(byref(request))
+        message: bytes = request.message
         self._error_destroy(byref(ErrorDestroy(ctypes.sizeof(ErrorDestroy), None, error)))
         return message.decode(errors="replace")
 
 
-class _Question:
+class _Query:
     """A query that XLA answers in every call. Its argument structs are pooled; each is used by one thread at a time."""
 
     def __init__(self, xla: _Xla, address: int, struct: Any, answer: str) -> None:
-        self._xla, self._call, self._struct = xla, _quick(address), struct
+        self._xla, self._call, self._struct = xla, _with_gil(address), struct
         self._answer = operator.attrgetter(answer)
         self._free: list[tuple[Any, int]] = []
 
-    def ask(self, ctx: int) -> Any:
+    def get(self, ctx: int) -> Any:
         try:
             found = self._free.pop()
         except IndexError:
             made = self._struct(ctypes.sizeof(self._struct))
             found = made, ctypes.addressof(made)
-        asked, address = found
-        asked.ctx = ctx
+        request, address = found
+        request.ctx = ctx
         error = self._call(address)
         if error:
             self._xla.check(error)
-        answer = self._answer(asked)
+        answer = self._answer(request)
         self._free.append(found)
         return answer
 
@@ -321,11 +321,11 @@ def _xla(address: int) -> _Xla:
     return _Xla(address)
 
 
-_QUICK = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
+_WITH_GIL = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
 
 
-def _quick(address: int) -> Any:
-    return _QUICK(address)
+def _with_gil(address: int) -> Any:
+    return _WITH_GIL(address)
 
 
 def _describe(extension: int, xla: _Xla) -> bool:

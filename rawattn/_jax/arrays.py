@@ -75,7 +75,7 @@ def narrowed_options(
     return arrays, options
 
 
-def without_constants(options: Options, gradients: Set[str]) -> Options:
+def with_wrt_limited_to(options: Options, gradients: Set[str]) -> Options:
     """The options with the `wrt` of a score function reduced to the arrays whose gradients are in `gradients`, by names like
     "dcaptured0": the backward computes a gradient for each array that `wrt` names.
     """
@@ -109,7 +109,7 @@ def _narrowed(name: str, array: Any) -> Any:
     return array.astype(np.int32)
 
 
-def vary_alike(*arrays: Any) -> tuple[Any, ...]:
+def vary_over_same_axes(*arrays: Any) -> tuple[Any, ...]:
     """Under jax.shard_map: the arrays, each marked as varying along every mesh axis along which one of them varies.
 
     So the gradient of keys that are the same on every device is summed over the devices.

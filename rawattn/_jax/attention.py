@@ -33,8 +33,8 @@ from rawattn._jax.arrays import (
     narrowed_options,
     refuse_symbolic_shapes,
     sharded_as,
-    vary_alike,
-    without_constants,
+    vary_over_same_axes,
+    with_wrt_limited_to,
 )
 from rawattn._jax.derivatives import constant, first_derivatives_alone
 from rawattn._jax.record import Record, read, with_operands
@@ -145,7 +145,7 @@ def attention(
             f"d{name}" for name, x in zip(verb.extra_inputs, arrays, strict=True) if is_traced(x)
         }
         gradients = tuple(name for name in gradients if name in traced)
-        left = without_constants(left, traced)
+        left = with_wrt_limited_to(left, traced)
     arrays = tuple(
         constant(caller_names(verb, left)[n], x, given.align) if f"d{name}" not in gradients else x
         for n, (name, x) in enumerate(zip(verb.extra_inputs, arrays, strict=True), -len(arrays))
@@ -157,27 +157,13 @@ def attention(
         refuse_symbolic_shapes({"q": q, "k": k, "v": v, **named})
         raise
     more = verb.extra_inputs, gradients, values[0] if values else None
-    if lengths.on_host:
-        text, integers = _constant(problem, lengths, return_lse, deterministic, *more), ()
-    else:
+    integers: tuple[Any, ...] = ()
+    if not lengths.on_host:  # else they are constants of the program
         lengths, operands = with_operands(lengths, as_jax)
         integers = tuple(operands)
-        text = _record(problem, lengths, return_lse, deterministic, *more).text
-    q, k, v, *alike = vary_alike(q, k, v, *arrays)
-    return _function(text)(q, k, v, tuple(alike), integers)
-
-
-def _constant(
-    problem: Problem,
-    lengths: Lengths,
-    lse: bool,
-    deterministic: bool,
-    options: tuple[str, ...],
-    gradients: tuple[str, ...],
-    seed: int | None = None,
-) -> str:
-    """The text of a call whose lengths are on the host."""
-    return _record(problem, lengths, lse, deterministic, options, gradients, seed).text
+    text = _record(problem, lengths, return_lse, deterministic, *more).text
+    q, k, v, *arrays_of_options = vary_over_same_axes(q, k, v, *arrays)
+    return _function(text)(q, k, v, tuple(arrays_of_options), integers)
 
 
 def _record(
@@ -201,8 +187,8 @@ def _function(text: str) -> Any:
     It is differentiable with respect to the first three and to the arrays whose gradients the record names.
     """
     record = read(text)
-    saving = replace(record, lse=True)
-    pulling = replace(record, backward=True)
+    forward_record = replace(record, lse=True)
+    backward_record = replace(record, backward=True)
     indices = {name: n for n, name in enumerate(record.options)}
     differentiated = [indices[name.removeprefix("d")] for name in record.gradients]
 
@@ -214,13 +200,13 @@ def _function(text: str) -> Any:
         return results if record.lse else results[0]
 
     def forward(q: Any, k: Any, v: Any, options: tuple[Any, ...], integers: tuple[Any, ...]) -> Any:
-        out, lse = _call(saving, (q, k, v, *options, *integers))
+        out, lse = _call(forward_record, (q, k, v, *options, *integers))
         return (out, lse) if record.lse else out, (q, k, v, out, lse, options, integers)
 
     def backward(saved: Any, gradients: Any) -> Any:
         *arrays, options, integers = saved
         dout, *dlse = gradients if record.lse else (gradients,)
-        found = _call(pulling, (dout, *arrays, *dlse, *options, *integers))
+        found = _call(backward_record, (dout, *arrays, *dlse, *options, *integers))
         of_options: list[Any] = [None] * len(options)
         for index, gradient in zip(differentiated, found[3:], strict=True):
             of_options[index] = sharded_as(options[index], gradient)
@@ -262,13 +248,13 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         }
         folded = record.folded(size, given_once)
         inputs = [
-            _of_calls(array, size, given, like[0], record, options.get(n))
+            _fold_input(array, size, given, like[0], record, options.get(n))
             for n, (array, given, like) in enumerate(
                 zip(arrays, is_mapped, folded.inputs, strict=True)
             )
         ]
         results = tuple(
-            _of_each(result, size, shape)
+            _unfold_result(result, size, shape)
             for result, (shape, _) in zip(_call(folded, tuple(inputs)), record.outputs, strict=True)
         )
         return results, (True,) * len(results)
@@ -277,7 +263,7 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return results
 
 
-def _of_calls(
+def _fold_input(
     array: Any,
     size: int,
     is_mapped: bool,
@@ -306,7 +292,7 @@ def _of_calls(
     return each.reshape(shape)
 
 
-def _of_each(result: Any, size: int, shape: tuple[int, ...]) -> Any:
+def _unfold_result(result: Any, size: int, shape: tuple[int, ...]) -> Any:
     """The result of each call of a map, split off the result of the one call that was made of them.
 
     The gradient of an array that a call's batch shares is summed over that batch.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rawattn._call.options import Options, structural
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop.xla import is_traced
 from rawattn._runtime.verbs import FORWARD, Verb
 
@@ -18,7 +18,7 @@ _programs: dict[Any, Any] = {}
 _MAX_PROGRAMS = 512
 
 
-def takes(
+def is_compilable(
     verb: Verb,
     inputs: Sequence[Any],
     targets: Sequence[Any],
@@ -66,7 +66,7 @@ def _program(options: Options, return_lse: bool) -> Any:
     except TypeError:  # an option that cannot be hashed: `rawattn.jax.attention` refuses it
         return _made(options, return_lse)
     if program is None:
-        make_room(_programs, _MAX_PROGRAMS)
+        evict_if_full(_programs, _MAX_PROGRAMS)
         program = _programs[key] = _made(options, return_lse)
     return program
 
@@ -84,7 +84,7 @@ def _made(options: Options, return_lse: bool) -> Any:
     return jax.jit(call)
 
 
-class Jax:
+class JaxReader:
     """Reads arrays of one JAX type for `_verbs.fast_path`, as `native.Native` does for other frameworks.
 
     The arrays themselves stand in for their addresses. All have one form, since JAX tells shapes and dtypes apart.

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rawattn._call.layout import Lengths, host_lengths
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop import streams
 from rawattn._interop.xla import Call
-from rawattn._jax.record import Like, Record, read
+from rawattn._jax.record import Record, ShapeDtype, read
 from rawattn._kernels.selection import selection
 
 
@@ -61,7 +61,7 @@ def launcher(text: bytes, device: int) -> Launcher:
     """The launcher of all calls with this text on this GPU, cached."""
     found = _launchers.get((text, device))
     if found is None:
-        make_room(_launchers, _MAX_LAUNCHERS)
+        evict_if_full(_launchers, _MAX_LAUNCHERS)
         found = _launchers[text, device] = Launcher(read(text), device)
     return found
 
@@ -79,32 +79,34 @@ class Launcher:
         self._operands = self._inputs - len(record.operands)
         self._seed = [] if record.seed is None else [record.seed]
         # The index among all addresses at which a 0 stands for an absent dlse (behind the inputs) or lse (-1: at the end).
-        self._absent = None if record.lse else self._options if record.backward else -1
+        self._absent_index = None if record.lse else self._options if record.backward else -1
         self.prepared: dict[Any, Any] = {}
 
     def launch(self, call: Call, stream: int) -> None:
         """Puts the kernels on the stream. The device is the current one."""
         inputs, outputs = call.inputs, call.outputs
-        together = 0
+        ored_addresses = 0
         for address in inputs[: self._options]:
-            together |= address
+            ored_addresses |= address
         for address in outputs:
-            together |= address
+            ored_addresses |= address
         alignments: tuple[int, ...] = ()
         lengths = self._record.lengths
         if self._options < self._inputs:
             alignments = tuple(at % 16 for at in inputs[self._options : self._operands])
             lengths = self._bound(inputs)
             inputs = inputs[: self._operands]
-        key = (together & 15, alignments, selection())
+        key = (ored_addresses & 15, alignments, selection())
         prepared = self.prepared.get(key)
         if prepared is None:
             _check(call, self._record)
-            prepared = _prepare(self._record, lengths, self._device, together & 15, alignments)
+            prepared = _prepare(
+                self._record, lengths, self._device, ored_addresses & 15, alignments
+            )
             self.prepared[key] = prepared
         addresses = inputs + outputs
-        if self._absent is not None:
-            addresses.insert(len(addresses) if self._absent < 0 else self._absent, 0)
+        if self._absent_index is not None:
+            addresses.insert(len(addresses) if self._absent_index < 0 else self._absent_index, 0)
         prepared.run(addresses + self._seed, stream, _Memory(call, stream), lengths)
 
     def _bound(self, inputs: list[int]) -> Lengths:
@@ -186,7 +188,7 @@ class _Memory:
         return False
 
 
-def _host_view(address: int, like: Like) -> np.ndarray[Any, Any]:
+def _host_view(address: int, like: ShapeDtype) -> np.ndarray[Any, Any]:
     shape, dtype = like
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:

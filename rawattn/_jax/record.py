@@ -22,7 +22,7 @@ from rawattn._runtime.option_arrays import extended
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
 from rawattn._scores.program import ScoreText
 
-Like = tuple[tuple[int, ...], np.dtype[Any]]  # the shape and dtype of an array
+ShapeDtype = tuple[tuple[int, ...], np.dtype[Any]]  # the shape and dtype of an array
 
 _DTYPES = {
     "float16": np.dtype(np.float16),
@@ -101,7 +101,7 @@ class Record:
         return sorted(found, key=lambda operand: operand.index)
 
     @functools.cached_property
-    def inputs(self) -> list[Like]:
+    def inputs(self) -> list[ShapeDtype]:
         """Forms of the inputs: q, k, v of a forward, or dout, q, k, v, out, lse and, if given, dlse of a backward. Then the
         arrays of options, then the operands.
         """
@@ -109,7 +109,7 @@ class Record:
         found = qkv
         if self.backward:
             found = [out, *qkv, out, lse, *([lse] if self.lse else [])]
-        found += [self.like(name) for name in self.options]
+        found += [self.shape_dtype(name) for name in self.options]
         return found + [(x.shape, np.dtype(x.dtype)) for x in self.operands]
 
     @property
@@ -122,21 +122,21 @@ class Record:
             return self.problem.captured[int(option.removeprefix("captured"))]
         return self.problem.mask if option in _MASK_BYTES else getattr(self.problem, option)
 
-    def like(self, option: str) -> Like:
+    def shape_dtype(self, option: str) -> ShapeDtype:
         form = self.form(option)
         if option in _MASK_BYTES:
             return (-(-_MASK_BYTES[option](form) // 4),), np.dtype(np.int32)
         return form.given, _DTYPES.get(form.dtype) or np.dtype(form.dtype)
 
     @functools.cached_property
-    def outputs(self) -> list[Like]:
+    def outputs(self) -> list[ShapeDtype]:
         """Forms of the results: out and perhaps lse of a forward, or dq, dk, dv and the options' gradients of a backward."""
         *qkv, out, lse = self._arrays()
         if self.backward:
-            return qkv + [self.like(name.removeprefix("d")) for name in self.gradients]
+            return qkv + [self.shape_dtype(name.removeprefix("d")) for name in self.gradients]
         return [out, lse] if self.lse else [out]
 
-    def _arrays(self) -> list[Like]:
+    def _arrays(self) -> list[ShapeDtype]:
         """Forms of q, k, v, out, lse."""
         problem = self.problem
         batch = () if problem.group else (problem.batch,)

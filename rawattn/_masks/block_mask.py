@@ -82,7 +82,7 @@ class BlockMask:
         self._located: dict[tuple[type, int], LocatedMask] = {}  # by the type of q, and device
         # What calls derive from the buffers, as lists of tiles; None if the buffers may change.
         self.memo: dict[Any, Any] | None = None if replayed else {}
-        self.handle = _handles.unique()
+        self.handle = _handles.unique_handle()
         _handles.register(self.handle, self)
 
     @property

@@ -22,7 +22,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._runtime.option_arrays import caller_names_with_outputs
 from rawattn._runtime.verbs import Verb
 from rawattn._scores.program import ScoreText
-from rawattn._strides import contiguous, walked
+from rawattn._strides import contiguous, ignoring_unit_axes
 
 if TYPE_CHECKING:
     from rawattn._runtime.prepared import Prepared
@@ -95,7 +95,7 @@ def prepare(
     inputs = [named[name] for name in verb.inputs]
     copied = {name for name in verb.inputs if _is_copied(verb, name, named[name])}
     for names in verb.same_strides:
-        if len({walked(x.shape, x.strides) for x in map(named.__getitem__, names)}) > 1:
+        if len({ignoring_unit_axes(x.shape, x.strides) for x in map(named.__getitem__, names)}) > 1:
             copied.update(names)
     copies = tuple(name in copied for name in verb.inputs)
     strides: dict[str, tuple[int, ...]] = {}

@@ -16,7 +16,7 @@ from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.arrays import HOST, Imported
 from rawattn._interop.native import native_of
-from rawattn._interop.written import tell_written
+from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_cpu, on_gpu
 from rawattn._runtime.calls import describe, elsewhere, refuse_gradients
 from rawattn._runtime.devices import gpu_available
@@ -60,10 +60,10 @@ def run(
     else:
         results = _imported(verb, inputs, targets, options, flag, backend, framework, values)
     if any(target is not None for target in targets):
-        tell_written(*targets)
+        bump_versions(*targets)
     if verb.written:
         named = zip(verb.inputs, inputs, strict=True)
-        tell_written(*(x for name, x in named if name in verb.written))
+        bump_versions(*(x for name, x in named if name in verb.written))
     return results
 
 

@@ -12,7 +12,7 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.problem import Problem
 from rawattn._call.structure import structure
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop import arrays
 from rawattn._runtime.calls import check_written, describe
 from rawattn._runtime.verbs import Verb
@@ -86,6 +86,6 @@ def described(
     if isinstance(text := found[0].score_mod, ScoreText):
         require_expression(text)
     if key is not None:
-        make_room(_known, _MAX_KNOWN)
+        evict_if_full(_known, _MAX_KNOWN)
         _known[key] = found
     return found

@@ -12,7 +12,7 @@ from rawattn._call.checks import check_apart
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop import arrays, streams
 from rawattn._interop.advice import cast
 from rawattn._interop.native import Memory, Native, Read, View
@@ -125,7 +125,7 @@ def find_or_prepare(
         return call, lengths, False
     call = _prepare_natives(verb, native, read, inputs, targets, options, flag, framework)
     if key is not None:
-        make_room(_prepared, _MAX_PREPARED)
+        evict_if_full(_prepared, _MAX_PREPARED)
         _prepared[key] = call
     return call, lengths, True
 
@@ -170,8 +170,8 @@ def repeated(
     # the library allocates, and 0s (`behind`).
     absent = sorted({*range(given[-1])} - {*given})
     before, behind = [0] * (first - given[-1] - 1), [0] * (len(verb.names) - last)
-    makers = [
-        native.maker(shape, dtype, inputs[verb.lead_index])
+    allocators = [
+        native.allocator_like(shape, dtype, inputs[verb.lead_index])
         for _, shape, dtype in call.allocated_outputs
     ]
     writes = given[-1] >= len(inputs)
@@ -190,13 +190,13 @@ def repeated(
             launch, of_starts = call.prepared.with_starts(bound)
         else:
             launch = call.prepared.with_integers(lengths)
-    if len(makers) == 1 and not (writes or absent or before):
-        (make_one,) = makers
+    if len(allocators) == 1 and not (writes or absent or before):
+        (allocate_one,) = allocators
 
         def repeat_one(addresses: list[int], written: Any, with_it: Any) -> Any:
             if current_device() != device:
                 return None
-            result = make_one()
+            result = allocate_one()
             addresses.append(address_of(result))
             addresses += behind
             if layout_in_key:
@@ -221,8 +221,8 @@ def repeated(
                     return None
             results.append(written)
         addresses += before
-        for make in makers:
-            result = make()
+        for allocate in allocators:
+            result = allocate()
             results.append(result)
             addresses.append(address_of(result))
         addresses += behind

@@ -15,7 +15,7 @@ from rawattn._call.checks import byte_range
 from rawattn._call.options import Options
 from rawattn._interop import arrays
 from rawattn._interop.native import Native, Read
-from rawattn._interop.written import tell_written, teller
+from rawattn._interop.written import bump_versions, version_bumper
 from rawattn._runtime import on_gpu
 from rawattn._runtime.option_arrays import caller_names
 from rawattn._runtime.prepared import PlanMemory
@@ -90,7 +90,7 @@ def by_position(planned: Planned) -> Repeat:
     launches, result = planned.memory.launches, planned.returned(planned.results)
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     names = caller_names(verb, planned.options)
-    tell, changed = teller(*planned.results), planned.changed
+    bump, changed = version_bumper(*planned.results), planned.changed
     checked = bool(planned.possible_overlaps or planned.alignments or verb.extra_inputs)
 
     def repeat(args: Sequence[Any]) -> Any:
@@ -118,10 +118,10 @@ def by_position(planned: Planned) -> Repeat:
             streams.add(stream)
         for launch, blocks in launches:
             launch(addresses, blocks, stream)
-        if tell is not None:
-            tell()
+        if bump is not None:
+            bump()
         if changed:
-            tell_written(*[args[n] for n in changed])
+            bump_versions(*[args[n] for n in changed])
         return result
 
     return repeat
@@ -194,7 +194,7 @@ def by_names(
             everything[at] = given[n]
     distances = _distances(planned, everything, theirs)
     checked = bool(planned.possible_overlaps or planned.alignments)
-    tells = teller(*everything[first:]) is not None
+    bumps = version_bumper(*everything[first:]) is not None
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     results, returned, changed = planned.results, planned.returned, planned.changed
 
@@ -225,14 +225,14 @@ def by_names(
                 all_results[at - first] = args[n]
         for launch, blocks in launches:
             launch(addresses, blocks, stream)
-        if tells:
-            tell_written(*all_results)
+        if bumps:
+            bump_versions(*all_results)
         if changed:
             all_inputs = list(planned.inputs)
             for n, at in patched:
                 if at < first:
                     all_inputs[at] = args[n]
-            tell_written(*[all_inputs[n] for n in changed])
+            bump_versions(*[all_inputs[n] for n in changed])
         return returned(all_results)
 
     return repeat

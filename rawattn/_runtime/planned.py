@@ -15,7 +15,7 @@ from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
-from rawattn._interop.written import tell_written
+from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written
 from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
@@ -159,7 +159,7 @@ class GpuPlan:
                 memory.run(addresses, stream, integers or None, theirs)
         else:
             memory.run(addresses, stream, integers or None, theirs)
-        tell_written(*results, *[args[n] for n in planned.changed])
+        bump_versions(*results, *[args[n] for n in planned.changed])
         return self._returned(results)
 
     def __del__(self) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 from rawattn._call.layout import Lengths
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import Structure
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
-from rawattn._interop.streams import PER_THREAD, own_stream
+from rawattn._interop.streams import PER_THREAD_DEFAULT, own_stream
 from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import Launch, launch_of
@@ -142,7 +142,7 @@ class Prepared:
             addresses += listed
             run_all(addresses, stream, memory, None)
             # Entered only now: another thread that finds the lists then launches behind the launches that write them.
-            make_room(memo, _MAX_LISTED)
+            evict_if_full(memo, _MAX_LISTED)
             memo[key] = owner, listed
 
         return run
@@ -160,7 +160,7 @@ class Prepared:
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
             capturing = stream > 1 and is_capturing(stream)
-            stream_key = stream if stream != PER_THREAD else own_stream(stream)
+            stream_key = stream if stream != PER_THREAD_DEFAULT else own_stream(stream)
             key, data = (self, stream_key), b""
             # A captured graph sends the lengths in each replay, so it takes nothing from the memo.
             found: Found | None = None if capturing else lengths.memo.get(key)
@@ -190,7 +190,7 @@ class Prepared:
                 launch(addresses, count, stream)
             if not known and not capturing:
                 if lengths.memo:
-                    make_room(lengths.memo, _MAX_KNOWN)
+                    evict_if_full(lengths.memo, _MAX_KNOWN)
                 lengths.memo[key] = found
             for launch, count in zip(launches, blocks):  # noqa: B905  # (strict takes as long as patching a launch)
                 launch(addresses, count, stream)
@@ -262,7 +262,7 @@ class Prepared:
             found = [_count(each.blocks, lengths) for each in self.steps]
             # Only in group mode: in batch mode `tile_count` counts the tiles of all host lengths, not just of the longest.
             if lengths.group:
-                make_room(self._counted, _MAX_COUNTED)
+                evict_if_full(self._counted, _MAX_COUNTED)
                 self._counted[longest] = found
         return found
 

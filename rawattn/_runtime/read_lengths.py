@@ -49,8 +49,8 @@ def repeated(
     if [int(x.data.ptr) for x in sides if x is not None] != expected:
         return None
     launch = call.prepared.with_integers(lengths)
-    makers = [
-        native.maker(shape, dtype, inputs[verb.lead_index])
+    allocators = [
+        native.allocator_like(shape, dtype, inputs[verb.lead_index])
         for n, shape, dtype in call.allocated_outputs
         if targets[n] is None
     ]
@@ -80,8 +80,8 @@ def repeated(
         addresses += [0] * (width - count)
         if out is not None:
             addresses[count] = target
-        for at, make in zip(indices, makers):  # noqa: B905
-            results[at - count] = result = make()
+        for at, allocate in zip(indices, allocators):  # noqa: B905
+            results[at - count] = result = allocate()
             addresses[at] = address_of(result)
         addresses += values
         start = found[count + 1] if integers == 2 else 0

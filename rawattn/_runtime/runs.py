@@ -8,7 +8,7 @@ from typing import Any
 
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
-from rawattn._interop.streams import PER_THREAD, own_stream
+from rawattn._interop.streams import PER_THREAD_DEFAULT, own_stream
 from rawattn._runtime import graphs
 from rawattn._runtime.launches import Launch
 
@@ -117,7 +117,7 @@ def run_of(
             for at in scratch_at:  # a comprehension is one more call before Python 3.12
                 addresses.append(base + at)
         if counter_bytes:
-            found = counters.get(stream if stream != PER_THREAD else own_stream(stream))
+            found = counters.get(stream if stream != PER_THREAD_DEFAULT else own_stream(stream))
             addresses += counters_of(stream, memory) if found is None else found[1]
         for launch, blocks in to_launch:
             launch(addresses, blocks, stream)

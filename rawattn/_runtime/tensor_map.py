@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._kernels.steps import Geometry
 from rawattn._runtime import driver
 
@@ -20,7 +20,7 @@ class TensorMaps:
     def at(self, address: int) -> bytes:
         encoded = self._encoded.get(address)
         if encoded is None:
-            make_room(self._encoded, _KEEP)
+            evict_if_full(self._encoded, _KEEP)
             shape = self._geometry
             encoded = self._encoded[address] = driver.encode_tensor_map(
                 shape.dtype, address + shape.origin, shape.dims, shape.strides, shape.box

@@ -175,7 +175,7 @@ class Function:
         """arrays: all captured ones. Those other than tensors are read at each call, so a function with one equals no other."""
         tensor = getattr(sys.modules.get("torch"), "Tensor", ())
         others = {name: x for name, x in arrays.items() if not isinstance(x, tensor)}
-        handle = _handles.unique() if others else _handles.handle_of(tuple(text), scalars)
+        handle = _handles.unique_handle() if others else _handles.handle_of(tuple(text), scalars)
         return _handles.register(handle, Function(text, scalars, others, handle))
 
     def with_tensors(self, tensors: Iterable[Any]) -> ScoreMod:

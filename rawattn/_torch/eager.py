@@ -22,9 +22,9 @@ Result = TypeVar("Result")
 _OF_BACKWARD = "deterministic"
 # Options that may be tensors. They go through `save_for_backward`, so that autograd refuses one that was changed in place
 # between the forward and the backward.
-_SAVED = ("bias", "sink_logits", "mask", "alibi_slopes", "seed")
+_TENSOR_OPTIONS = ("bias", "sink_logits", "mask", "alibi_slopes", "seed")
 # Options that neither are tensors nor hold any. With these alone, only q, k and v decide whether autograd records the call.
-_PLAIN = {*Options._fields, "return_lse"} - {*_SAVED, "score_mod"}
+_NON_TENSOR_OPTIONS = {*Options._fields, "return_lse"} - {*_TENSOR_OPTIONS, "score_mod"}
 
 _DEFAULTS: dict[str, Any] = {**DEFAULTS._asdict(), "return_lse": False, _OF_BACKWARD: False}
 
@@ -40,8 +40,8 @@ def is_traced() -> bool:
 
 
 def with_fast_path(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Wraps `function`, the public one, with a fast path: calls that are not traced and whose options are all in `_PLAIN`
-    skip its checks, which `rawattn.attention` makes too.
+    """Wraps `function`, the public one, with a fast path: calls that are not traced and whose options are all in
+    `_NON_TENSOR_OPTIONS` skip its checks, which `rawattn.attention` makes too.
     """
     kinds = argument_kinds("rawattn.torch.attention", inspect.signature(function))
 
@@ -50,7 +50,7 @@ def with_fast_path(function: Callable[Parameters, Result]) -> Callable[Parameter
         if (
             len(args) == 3
             and not is_traced()
-            and options.keys() <= _PLAIN
+            and options.keys() <= _NON_TENSOR_OPTIONS
             and isinstance(args[0], torch.Tensor)
             and isinstance(args[1], torch.Tensor)
             and isinstance(args[2], torch.Tensor)
@@ -85,7 +85,7 @@ def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
             "out: got a tensor in a call that autograd records, where nothing can be written in place; expected "
             "None, or a call under torch.no_grad()"
         )
-    names = tuple(name for name in _SAVED if isinstance(options.get(name), torch.Tensor))
+    names = tuple(name for name in _TENSOR_OPTIONS if isinstance(options.get(name), torch.Tensor))
     tensors = [options.pop(name) for name in names]
     return Recorded.apply(options, names, q, k, v, *tensors, *captured)
 
@@ -120,9 +120,9 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # the gradients may be differentiated again (create_graph=True)
-            gradients: tuple[Any, ...] = _Once.apply(ctx, dout, dlse, *ctx.saved_tensors)
+            gradients: tuple[Any, ...] = _FirstDerivative.apply(ctx, dout, dlse, *ctx.saved_tensors)
             return gradients
-        return _pull(ctx, dout, dlse, *ctx.saved_tensors)
+        return _gradients(ctx, dout, dlse, *ctx.saved_tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -132,12 +132,12 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
         raise lost_tangent(inputs[[x is not None for x in tangents].index(True)])
 
 
-class _Once(torch.autograd.Function):  # type: ignore[misc]
-    """`_pull`, recorded by autograd with all that the gradients depend on, so that a second derivative raises an error."""
+class _FirstDerivative(torch.autograd.Function):  # type: ignore[misc]
+    """`_gradients`, recorded by autograd with all that the gradients depend on, so that a second derivative raises an error."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        return _pull(*given)
+        return _gradients(*given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
@@ -147,7 +147,7 @@ class _Once(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-def _pull(
+def _gradients(
     ctx: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *tensors: Any
 ) -> tuple[Any, ...]:
     """The gradients with respect to all inputs of `Recorded`; None for those that have none."""

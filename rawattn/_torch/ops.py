@@ -34,7 +34,7 @@ _TYPES = {
 # their handles. A score function's captured tensors are inputs of their own, with the indices of those that get a gradient.
 # These are passed, and not looked up by the handle, since torch caches programs on disk by the arguments of their operators:
 # the arguments must determine which results there are.
-_APART = {
+_SPLIT_OPTIONS = {
     "window": ("SymInt? window_left", "SymInt? window_right"),
     "mask": ("Tensor? mask", "str? block_mask"),
     "seed": ("SymInt? seed", "Tensor? seed_array"),
@@ -48,7 +48,7 @@ def _parameters() -> tuple[str, ...]:
     for name, annotation in ForwardOptions.__annotations__.items():
         if name != "seqs":
             kind = annotation.__forward_arg__.partition("[")[0]
-            found += _APART.get(name) or (f"{_TYPES[kind]} {name}",)
+            found += _SPLIT_OPTIONS.get(name) or (f"{_TYPES[kind]} {name}",)
     return (*found, "bool deterministic", "str? backend")
 
 
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
 _LAYOUT_AT = 3
 _OPTIONS_AT = _LAYOUT_AT + len(Layout._fields)
-_SAVED = tuple(x.split()[1] for x in _PARAMETERS if x.startswith("Tensor?"))
+_TENSOR_ARGUMENTS = tuple(x.split()[1] for x in _PARAMETERS if x.startswith("Tensor?"))
 _INDICES = {name: _OPTIONS_AT + n for n, name in enumerate(_NAMES)}
 
 
@@ -148,7 +148,11 @@ def _number(name: str, given: Any, accepted: str) -> Any:
     if (
         _is_int(x)
         or (x is None and getattr(DEFAULTS, name) is None)
-        or (isinstance(x, (float, torch.SymFloat)) and name not in _WHOLE and _is_read(given))
+        or (
+            isinstance(x, (float, torch.SymFloat))
+            and name not in _WHOLE
+            and _value_is_readable(given)
+        )
     ):
         return x
     shown = given if isinstance(given, (bool, float, str)) else type(given).__name__
@@ -157,7 +161,7 @@ def _number(name: str, given: Any, accepted: str) -> Any:
     raise TypeError(f"{name}: got {shown}, expected {accepted}{fix}")
 
 
-def _is_read(x: Any) -> bool:
+def _value_is_readable(x: Any) -> bool:
     """Whether torch.compile can read the value of x: of a NumPy float only if it has 64 bits."""
     return not isinstance(x, np.ndarray) or torch.as_tensor(x).dtype is torch.float64
 
@@ -313,16 +317,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.set_materialize_grads(False)
     options = _named(inputs[_LAYOUT_AT:])
     tensors = (*inputs[:3], *output, *inputs[_LAYOUT_AT : _LAYOUT_AT + 6])
-    ctx.save_for_backward(*tensors, *(options[name] for name in _SAVED), *options["captured"])
+    ctx.save_for_backward(
+        *tensors, *(options[name] for name in _TENSOR_ARGUMENTS), *options["captured"]
+    )
     ctx.maxima = inputs[_LAYOUT_AT + 6 : _OPTIONS_AT]
-    ctx.options = {**options, **dict.fromkeys(_SAVED), "captured": ()}
+    ctx.options = {**options, **dict.fromkeys(_TENSOR_ARGUMENTS), "captured": ()}
 
 
-def _pull(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, *others = ctx.saved_tensors
     layout = (*others[:6], *ctx.maxima)
-    saved, captured = others[6 : 6 + len(_SAVED)], others[6 + len(_SAVED) :]
-    options = {**ctx.options, **dict(zip(_SAVED, saved, strict=True)), "captured": captured}
+    saved, captured = others[6 : 6 + len(_TENSOR_ARGUMENTS)], others[6 + len(_TENSOR_ARGUMENTS) :]
+    options = {
+        **ctx.options,
+        **dict(zip(_TENSOR_ARGUMENTS, saved, strict=True)),
+        "captured": captured,
+    }
     has_dbias = ctx.needs_input_grad[_INDICES["bias"]]
     if dout is None:
         dout = torch.zeros_like(out)
@@ -358,4 +368,4 @@ _attention_backward = torch.library.custom_op(
     f"{_SCHEMA}) -> Tensor[]",
 )
 _attention_backward.register_fake(_backward_shapes)
-_attention.register_autograd(_pull, setup_context=_save)
+_attention.register_autograd(_gradients, setup_context=_save)

@@ -2,7 +2,7 @@
 
 transformers makes the mask of a forward pass once, by the function registered here, and passes it to every layer. It
 describes the mask by a function of positions and by which tokens are padding. The function registered here returns a
-`Visible`: the same keys, expressed by the options of `rawattn.attention` without a mask in memory. What a window and lengths
+`MaskSpec`: the same keys, expressed by the options of `rawattn.attention` without a mask in memory. What a window and lengths
 cannot express becomes a bool mask, the one that transformers makes for torch's own attention.
 """
 
@@ -21,7 +21,7 @@ from rawattn import SeqLayout
 from rawattn._torch.attention import attention
 
 
-class Visible:
+class MaskSpec:
     """Which keys the queries of a forward pass see."""
 
     ndim = 4  # models pass a mask of 4 axes on as it is, and read one of 2 axes as padding
@@ -42,11 +42,11 @@ class Visible:
             None  # the same as a bool mask (batch, 1, seqlen_q, seqlen_k)
         )
 
-    def contiguous(self) -> Visible:
+    def contiguous(self) -> MaskSpec:
         """`generate` calls it on every mask."""
         return self
 
-    def to(self, device: Any, non_blocking: bool = False) -> Visible:
+    def to(self, device: Any, non_blocking: bool = False) -> MaskSpec:
         """accelerate calls it on every argument of a layer if layers are spread over devices."""
         if self.layout is None:
             return self
@@ -72,7 +72,7 @@ def register(name: str) -> None:
             'register_transformers("rawattn")'
         )
     AttentionInterface.register(name, forward)
-    masking_utils.AttentionMaskInterface.register(name, visible)
+    masking_utils.AttentionMaskInterface.register(name, mask_spec)
 
 
 def forward(
@@ -105,13 +105,13 @@ def forward(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         reach = None if sliding_window is None else sliding_window - 1
-        attention_mask = Visible((reach, 0 if causal else reach))
-    elif bias is not None and isinstance(attention_mask, Visible) and attention_mask.packed:
+        attention_mask = MaskSpec((reach, 0 if causal else reach))
+    elif bias is not None and isinstance(attention_mask, MaskSpec) and attention_mask.packed:
         # The bias has the axes of the batch, while a packed call would index it by positions inside each packed sequence. So
         # the call is made dense, with the mask in memory.
         assert attention_mask.mask is not None
         attention_mask = attention_mask.mask().to(query.device)
-    packed = isinstance(attention_mask, Visible) and attention_mask.packed
+    packed = isinstance(attention_mask, MaskSpec) and attention_mask.packed
     if others.get("cu_seq_lens_q") is not None and not packed:
         raise ValueError(
             "cu_seq_lens_q: got it without position_ids that start anew with each sequence; expected both, as "
@@ -121,9 +121,9 @@ def forward(
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # torch's own attention converts q, k and v under autocast
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    if not isinstance(attention_mask, Visible):
+    if not isinstance(attention_mask, MaskSpec):
         mask, bias = _in_memory(attention_mask, key.shape[2], bias)
-        attention_mask = Visible((None, None))
+        attention_mask = MaskSpec((None, None))
     if bias is not None and bias.dtype not in (q.dtype, torch.float32):
         bias = bias.float()
     if packed:
@@ -171,15 +171,15 @@ def _in_memory(given: Any, seqlen_k: int, bias: Any) -> tuple[Any, Any]:
     return None, given if bias is None else bias + given
 
 
-def visible(*, attention_mask: Any = None, **call: Any) -> Any:
-    """The mask of a forward pass, for transformers: a `Visible`, or a bool mask. call: what transformers says of the mask."""
-    if isinstance(attention_mask, Visible):  # made by `generate` before the pass
+def mask_spec(*, attention_mask: Any = None, **call: Any) -> Any:
+    """The mask of a forward pass, for transformers: a `MaskSpec`, or a bool mask. call: what transformers says of the mask."""
+    if isinstance(attention_mask, MaskSpec):  # made by `generate` before the pass
         return attention_mask
-    return _visible(attention_mask=attention_mask, **call)
+    return _mask_spec(attention_mask=attention_mask, **call)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads positions of padding back
-def _visible(*, device: Any = "cpu", use_vmap: bool = False, **call: Any) -> Any:
+def _mask_spec(*, device: Any = "cpu", use_vmap: bool = False, **call: Any) -> Any:
     needed = {name: call[name] for name in _OF_MASKS if name in call}
     # Without the shortcuts of sdpa_mask, which return None where torch's is_causal, or no mask, does.
     mask = functools.partial(
@@ -190,7 +190,7 @@ def _visible(*, device: Any = "cpu", use_vmap: bool = False, **call: Any) -> Any
         use_vmap=use_vmap,
         device=device,
     )
-    found = _without_mask(**needed, device=device)
+    found = _as_mask_spec(**needed, device=device)
     if found is None:
         return mask()
     found.mask = mask
@@ -203,7 +203,7 @@ _OF_MASKS = (
 )
 
 
-def _without_mask(
+def _as_mask_spec(
     *,
     batch_size: int,
     q_length: int,
@@ -213,32 +213,32 @@ def _without_mask(
     mask_function: Any = masking_utils.causal_mask_function,
     attention_mask: Any = None,
     device: Any,
-) -> Visible | None:
-    """The mask as a `Visible`; None if only a mask in memory can express it."""
+) -> MaskSpec | None:
+    """The mask as a `MaskSpec`; None if only a mask in memory can express it."""
     pattern = _pattern(mask_function)
     if pattern is None:
         return None
     window, sequence_ids = pattern.window, pattern.sequence_ids
     if sequence_ids is not None:
-        return Visible(window, _packed_layout(sequence_ids), packed=True)
+        return MaskSpec(window, _packed_layout(sequence_ids), packed=True)
 
-    lead = int(q_offset) - kv_offset  # keys before the first query's own
+    cached_keys = int(q_offset) - kv_offset  # keys before the first query's own
     # In a causal pass no query sees the keys behind the last query: the free end of a static cache.
-    room = min(kv_length, lead + q_length) if window[1] == 0 else kv_length
-    spans = _spans(attention_mask, batch_size, kv_offset, room)
+    reachable_keys = min(kv_length, cached_keys + q_length) if window[1] == 0 else kv_length
+    spans = _spans(attention_mask, batch_size, kv_offset, reachable_keys)
     if spans is None:
         return None
     first, end = spans
     diagonal = window != (None, None)
-    top_left = diagonal and (lead == 0 or room - q_length != lead)
-    if top_left and lead != 0:
+    top_left = diagonal and (cached_keys == 0 or reachable_keys - q_length != cached_keys)
+    if top_left and cached_keys != 0:
         return None
     # Queries that are padding behind their sequence are computed, as torch's own attention does. Where keys come before the
     # first query they are cut off instead: the bottom-right diagonal needs the last query and the last key of a sequence to be
     # those of one token.
     rows = torch.full_like(first, q_length)
-    if diagonal and lead:
-        rows = (end - lead).clamp(min=0)
+    if diagonal and cached_keys:
+        rows = (end - cached_keys).clamp(min=0)
     if bool((first == 0).all()):
         lengths = {}
         if bool((rows < q_length).any()):
@@ -246,10 +246,10 @@ def _without_mask(
         if bool((end < kv_length).any()):
             lengths["seqlen_k"] = end
         layout = _on(device, lengths) or None
-        return Visible(window, layout, top_left=top_left)
+        return MaskSpec(window, layout, top_left=top_left)
 
     each = torch.arange(batch_size)
-    skipped = (first - lead).clamp(min=0) if diagonal else torch.zeros_like(first)
+    skipped = (first - cached_keys).clamp(min=0) if diagonal else torch.zeros_like(first)
     lengths = {
         "seqstart_q": torch.cat([each * q_length + skipped, torch.tensor([batch_size * q_length])]),
         "seqlen_q": (rows - skipped).clamp(min=0),
@@ -261,18 +261,18 @@ def _without_mask(
         "max_seqlen_q": q_length,
         "max_seqlen_k": kv_length,
     }
-    return Visible(window, layout, top_left=top_left, packed=True)
+    return MaskSpec(window, layout, top_left=top_left, packed=True)
 
 
 def _on(device: Any, lengths: dict[str, Any]) -> dict[str, Any]:
     return {name: x.to(device=device, dtype=torch.int32) for name, x in lengths.items()}
 
 
-def _spans(mask: Any, batch: int, kv_offset: int, room: int) -> tuple[Any, Any] | None:
+def _spans(mask: Any, batch: int, kv_offset: int, reachable_keys: int) -> tuple[Any, Any] | None:
     """The first key of each sequence and the one past its last, on the host; None if padding lies between tokens."""
     if mask is None:
-        return torch.zeros(batch, dtype=torch.int64), torch.full((batch,), room)
-    mask = mask[:, kv_offset : kv_offset + room].bool()
+        return torch.zeros(batch, dtype=torch.int64), torch.full((batch,), reachable_keys)
+    mask = mask[:, kv_offset : kv_offset + reachable_keys].bool()
     position = torch.arange(mask.shape[1], device=mask.device)
     spans = torch.stack(
         [

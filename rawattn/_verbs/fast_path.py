@@ -23,7 +23,7 @@ from rawattn._call.layout import Lengths
 from rawattn._call.layout_keys import addresses_of, bounds_of
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import token
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop import dynamo
 from rawattn._interop.arrays import (
     framework_of,
@@ -34,7 +34,7 @@ from rawattn._interop.arrays import (
 )
 from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._interop.native import Native, Read, native_of
-from rawattn._interop.written import tell_written
+from rawattn._interop.written import bump_versions
 from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._masks.block_mask import BlockMask
@@ -191,7 +191,7 @@ def with_fast_path(
                     result = repeat(addresses, written, lengths if mask is None else mask.memo)
                     if result is not None:
                         if written is not None:
-                            tell_written(written)
+                            bump_versions(written)
                         return result  # type: ignore[no-any-return]
             return slow_path(args, options, key, option_arrays, mask)
 
@@ -213,10 +213,10 @@ def with_fast_path(
                 refuse_jit_trace()
             native: Any
             results: Sequence[Any]
-            programs = framework == "jax" and eager.takes(*call[:4], request.backend)
+            programs = framework == "jax" and eager.is_compilable(*call[:4], request.backend)
             if programs:
                 results = eager.attention(inputs, request.options, request.flag)
-                native = eager.Jax(type(inputs[verb.lead_index]))
+                native = eager.JaxReader(type(inputs[verb.lead_index]))
             else:
                 results = dispatch.run(*call, request.backend, request.values, request.memo)
                 native = native_of(framework)
@@ -301,7 +301,7 @@ def _mask_with_fast_path(
     if type(mask) is not BlockMask or options.get("seqs") is not None:
         return None
     # The compiled programs of `_jax/eager.py` take no mask.
-    return None if type(natives[kind]) is eager.Jax else mask
+    return None if type(natives[kind]) is eager.JaxReader else mask
 
 
 def _of_starts(seqs: SeqLayout, repeat: Any) -> Any:
@@ -309,7 +309,7 @@ def _of_starts(seqs: SeqLayout, repeat: Any) -> Any:
     found = seqs._calls.get(repeat)
     if found is None:
         found = vars(repeat)["of_starts"](seqs)
-        make_room(seqs._calls, _MAX_KEPT)
+        evict_if_full(seqs._calls, _MAX_KEPT)
         seqs._calls[repeat] = found
     return found
 
@@ -371,5 +371,5 @@ def _named(
 
 
 def remember_call(table: dict[Any, Any], key: Any, repeat: Any) -> None:
-    make_room(table, _MAX_CLOSURES)
+    evict_if_full(table, _MAX_CLOSURES)
     table[key] = repeat

@@ -15,7 +15,7 @@ from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._interop import dynamo
 from rawattn._interop.arrays import framework_of
 from rawattn._interop.native import Read, native_of
-from rawattn._interop.written import tell_written
+from rawattn._interop.written import bump_versions
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, read_lengths
 from rawattn._runtime.call_request import CallRequest
@@ -85,9 +85,9 @@ def with_fast_path(
                     result = repeat(addresses, out)
                     if result is not SLOW_PATH:
                         if out is not None:
-                            tell_written(out)
+                            bump_versions(out)
                         if written:
-                            tell_written(*[arrays[n] for n in written])
+                            bump_versions(*[arrays[n] for n in written])
                         return result  # type: ignore[no-any-return]
             return slow_path(args, options, gathered, key)
 

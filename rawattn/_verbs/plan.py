@@ -16,7 +16,7 @@ from rawattn._call.gradients import wanted
 from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import Options, flag, for_message
 from rawattn._call.seq_layout import SeqLayout
-from rawattn._forgetting import make_room
+from rawattn._eviction import evict_if_full
 from rawattn._interop import arrays, dynamo
 from rawattn._interop.native import native_of
 from rawattn._jax import eager
@@ -137,7 +137,7 @@ class Plan:
             places[count + names.index("out")] = first
         repeat = self._gpu.repeat_of(given, [*places, *[first + n for n in results]])
         if repeat is not None:
-            make_room(self._repeats, _MAX_KNOWN)
+            evict_if_full(self._repeats, _MAX_KNOWN)
             self._repeats[key] = repeat
 
     @dynamo.untraced
@@ -175,7 +175,7 @@ class Plan:
         """Whether the call runs as a compiled program of JAX."""
         if arrays.framework_of(inputs[self._verb.lead_index]) != "jax":
             return False
-        return eager.takes(self._verb, inputs, targets, self._options, self._backend)
+        return eager.is_compilable(self._verb, inputs, targets, self._options, self._backend)
 
     def _check_values(self, inputs: Sequence[Any]) -> None:
         """ValueError for a page table or scales on the host that an ordinary call would refuse too."""

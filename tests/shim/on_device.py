@@ -73,7 +73,9 @@ class Native(Allocator):
     def reader(self, count: int) -> Any:
         return lambda *given: self.read(given, count)
 
-    def maker(self, shape: tuple[int, ...], dtype: Any, beside: Any) -> Callable[[], OnDevice]:
+    def allocator_like(
+        self, shape: tuple[int, ...], dtype: Any, beside: Any
+    ) -> Callable[[], OnDevice]:
         return lambda: self.empty(shape, dtype, beside)
 
     def view(self, x: OnDevice) -> View:

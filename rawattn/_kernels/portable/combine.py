@@ -16,7 +16,7 @@ from rawattn._kernels.source import ELEMENT
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, checked
 from rawattn._kernels.target import Target
-from rawattn._strides import Strides, walked
+from rawattn._strides import Strides, ignoring_unit_axes
 
 FEATURES = frozenset({"packed"})
 ENTRY = "rawattn_combine"
@@ -131,7 +131,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     shape, lse_shape = result_shapes(problem)
     outs = _side("outs", shape, form.parts, form.listed[0], operands.strides)
     lses = _side("lses", lse_shape, form.parts, form.listed[1], operands.option_strides)
-    out = walked(shape, operands.strides["out"])
+    out = ignoring_unit_axes(shape, operands.strides["out"])
     config = choose(problem, outs, out, operands.pointers)
     itemsize = ITEMSIZE[config.dtype]
     values = {
@@ -167,8 +167,8 @@ def _side(
     """shape: of one partial. count: of partials. listed: whether each has an address of its own."""
     if listed:
         names = tuple(f"{name}[{n}]" for n in range(count))
-        return Side(name, names, walked(shape, strides[names[0]]), None)
-    partial, *own = walked((count, *shape), strides[name])
+        return Side(name, names, ignoring_unit_axes(shape, strides[names[0]]), None)
+    partial, *own = ignoring_unit_axes((count, *shape), strides[name])
     return Side(name, (name,), tuple(own), partial)
 
 
