@@ -20,10 +20,10 @@ from rawattn._bench import measure
 from rawattn._bench.report import Figure
 
 FOLDER = "RAWATTN_BENCH_BEFORE"
-_LEAST = 0.99
+_MIN_SPEEDUP = 0.99
 _TURNS = 21
 # Columns: suite, our contender, case.
-ASKED = (
+CASES = (
     ("forward", "rawattn", "dense D64 S4096 causal"),
     ("forward", "rawattn", "dense D64 S4096 full"),
     ("forward", "rawattn", "dense D128 S1024 causal"),
@@ -111,18 +111,18 @@ def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
     earlier = os.environ.get(FOLDER)
     if not earlier:
         name = "every kernel without score options, speed over the version before"
-        return [Figure(name, None, "x", _LEAST, of=f"{FOLDER} names no folder of it")]
+        return [Figure(name, None, "x", _MIN_SPEEDUP, of=f"{FOLDER} names no folder of it")]
     here = Path(__file__).resolve().parents[2]
     with version(Path(earlier)) as before, version(here) as after:
-        return [_figure(before, after, (*asked, dtype)) for asked in ASKED]
+        return [_figure(before, after, (*question, dtype)) for question in CASES]
 
 
-def _figure(before: Version, after: Version, asked: tuple[str, ...]) -> Figure:
-    suite, contender, case, _ = asked
+def _figure(before: Version, after: Version, question: tuple[str, ...]) -> Figure:
+    suite, contender, case, _ = question
     name = f"{contender}, {suite}, speed over the version before: {case}"
-    figure = Figure(name, None, "x", _LEAST)
+    figure = Figure(name, None, "x", _MIN_SPEEDUP)
     try:
-        old, new = compare(before, after, asked)
+        old, new = compare(before, after, question)
     except RuntimeError as error:
         figure.of = measure.describe(error)
     else:
@@ -130,11 +130,11 @@ def _figure(before: Version, after: Version, asked: tuple[str, ...]) -> Figure:
     return figure
 
 
-def compare(before: Version, after: Version, asked: tuple[str, ...]) -> tuple[float, float]:
+def compare(before: Version, after: Version, question: tuple[str, ...]) -> tuple[float, float]:
     """The median seconds a call of both versions."""
     sides = (before, after)
     for side in sides:
-        side.ask(*asked, 0)  # both compile at the same time
+        side.ask(*question, 0)  # both compile at the same time
     trials, failures = [], []
     for side in sides:
         try:
@@ -147,7 +147,7 @@ def compare(before: Version, after: Version, asked: tuple[str, ...]) -> tuple[fl
     samples: list[list[float]] = [[], []]
     for turn in range(_TURNS + 1):
         for n in (0, 1) if turn % 2 else (1, 0):
-            sides[n].ask(*asked, calls)
+            sides[n].ask(*question, calls)
             samples[n].append(sides[n].answer())
     # The first turn only warms up.
     old, new = (statistics.median(side[1:]) for side in samples)

@@ -35,8 +35,8 @@ def forward(quick: bool = False) -> list[Case]:
 
 def backward(quick: bool = False) -> list[Case]:
     """Cases: dense with seqlens 4096 and 16384, and ragged over dense, for MHA and GQA."""
-    everybody = (CUDNN, FA2, FA4)
-    cases = [replace(case, peers=everybody, deterministic=True) for case in _dense(4096, 16384)]
+    all_peers = (CUDNN, FA2, FA4)
+    cases = [replace(case, peers=all_peers, deterministic=True) for case in _dense(4096, 16384)]
     for heads in (_MHA, _GQA):
         for causal in (True, False):
             # FA4 compiles each of these for seconds, so those that the figures do not need come last.
@@ -44,7 +44,7 @@ def backward(quick: bool = False) -> list[Case]:
             pair, base = _ragged(heads, causal)
             cases += [
                 replace(pair, peers=(FA2, FA4), deterministic=True, priority=priority),
-                replace(base, peers=everybody, priority=priority),
+                replace(base, peers=all_peers, priority=priority),
             ]
     return _quick([replace(case, backward=True) for case in cases], quick)
 
@@ -87,9 +87,9 @@ def _ragged(heads: tuple[int, int], causal: bool) -> tuple[Case, Case]:
 def _straggler() -> list[Case]:
     """One sequence of 16384 and 512 of 32. The time should be that of the long sequence alone."""
     alone = _d128("straggler-ref", "1x16384", (16384,), packed=True)
-    crowd = (16384, *(32,) * 512)
+    lengths = (16384, *(32,) * 512)
     more: dict[str, Any] = {"packed": True, "over": alone.name, "by_time": True}
-    return [_d128("straggler", "1x16384+512x32", crowd, **more), alone]
+    return [_d128("straggler", "1x16384+512x32", lengths, **more), alone]
 
 
 def _window() -> list[Case]:

@@ -162,13 +162,13 @@ class Report:
         """All figures with a bound, measured or not."""
         rows = {row.name: row for row in self.rows}
         found = [
-            self._held(row, bound, rows.get(row.over or ""))
+            self._bound_figure(row, bound, rows.get(row.over or ""))
             for row in self.rows
             for bound in row.bounds
         ]
         return found + [figure for figure in self.figures if figure.bound is not None]
 
-    def _held(self, row: Row, bound: Bound, base: Row | None) -> Figure:
+    def _bound_figure(self, row: Row, bound: Bound, base: Row | None) -> Figure:
         """The figure of a case for one of its bounds."""
         usual = self.ours[0]
         figure = Figure(f"{row.name}: {bound.what}", None, "x", bound.limit, bound.at_most)

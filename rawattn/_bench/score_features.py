@@ -21,7 +21,7 @@ AGREE = 0.02
 
 TILE = 128
 # Functions of this package are looked up when a case needs them, so that a missing one ends only that case.
-_library: Any = rawattn
+_late_rawattn: Any = rawattn
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class AlibiText(Alibi):
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
         text = "score + slope[head] * (kv_idx - q_idx)"
-        return {"score_mod": _library.ScoreMod(text, slope=arrays["slopes"])}
+        return {"score_mod": _late_rawattn.ScoreMod(text, slope=arrays["slopes"])}
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Tiles(Feature):
         return {"mask": tiles.repeat(TILE, axis=0).repeat(TILE, axis=1)[None, None]}
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        return {"mask": _library.block_mask(arrays["mask"])}
+        return {"mask": _late_rawattn.block_mask(arrays["mask"])}
 
     def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
         live = live_tiles(self.share, len_q, len_k)
@@ -184,7 +184,7 @@ class Documents(Feature):
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
         sizes = {"batch": case.batch, "seqlen_q": case.rows, "seqlen_k": case.keys}
-        return {"mask": _library.block_mask(ranges=arrays["ranges"], **sizes)}
+        return {"mask": _late_rawattn.block_mask(ranges=arrays["ranges"], **sizes)}
 
     def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
         one = counters.visible(self.length, self.length, causal=causal)
@@ -204,7 +204,7 @@ class TopK(Feature):
         return {"importance": cupy.asarray(importance(case.keys)[None, None, None])}
 
     def options(self, case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        return {"mask": _library.topk_mask(arrays["importance"], min(self.kept, case.keys))}
+        return {"mask": _late_rawattn.topk_mask(arrays["importance"], min(self.kept, case.keys))}
 
     def visible(self, len_q: int, len_k: int, causal: bool) -> counters.Visible | None:
         kept = np.argsort(-importance(len_k), kind="stable")[: self.kept]

@@ -53,16 +53,16 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
     found = [Figure("read bandwidth", bandwidth / 1e12, "TB/s", of="a kernel that reads 2 GiB")]
     for case in serving_cases.BIG:
         small, large = serving_cases.PAGE_SIZES
-        in_small = _share(found, case.in_pages(small), dtype, bandwidth)
-        in_large = _share(found, case.in_pages(large), dtype, bandwidth)
+        in_small = _bandwidth_figures(found, case.in_pages(small), dtype, bandwidth)
+        in_large = _bandwidth_figures(found, case.in_pages(large), dtype, bandwidth)
         found.append(
             ratio(f"{case.name}: page {small} over page {large}", in_small, in_large, 1.03)
         )
         in_8 = case.in_pages(small).in_float8()
-        seconds_8 = _share(found, in_8, dtype, bandwidth)
+        seconds_8 = _bandwidth_figures(found, in_8, dtype, bandwidth)
         found.append(ratio(f"{in_8.name}: over 16 bits", seconds_8, in_small, 0.55))
     for case, page_size in itertools.product(serving_cases.BIG[:2], serving_cases.MORE_PAGE_SIZES):
-        _share(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
+        _bandwidth_figures(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
     for case in serving_cases.SMALL:
         _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
     for case in (*serving_cases.MASKED, *serving_cases.BIASED):
@@ -262,7 +262,7 @@ def _timed(
     return seconds
 
 
-def _share(
+def _bandwidth_figures(
     found: list[Figure], case: Serving, dtype: str, bandwidth: float, bound: float | None = 0.95
 ) -> float | None:
     seconds = _seconds(case, dtype, found)

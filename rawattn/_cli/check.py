@@ -203,8 +203,8 @@ def _check_append(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error, 
     turning = 4 * _ULP32 * float(np.abs(k.astype(np.float64)).max())
     rounding = float(finfo.eps) / 2 * np.abs(exact_k) + smallest
     return (
-        _furthest(k_pages, exact_k, rounding + turning),
-        _furthest(v_pages, exact_v, np.full(exact_v.shape, smallest)),
+        _worst_error(k_pages, exact_k, rounding + turning),
+        _worst_error(v_pages, exact_v, np.full(exact_v.shape, smallest)),
     )
 
 
@@ -219,8 +219,8 @@ def _check_combine(backend: _Backend, dtype: str, headdim: int) -> tuple[_Error,
     finfo = ml_dtypes.finfo(outs[0].dtype)
     rounding = float(finfo.eps) / 2 * np.abs(exact) + float(finfo.smallest_subnormal)
     return (
-        _furthest(out, exact, rounding + 8 * _ULP32 * weight),
-        _furthest(lse, exact_lse, 4 * _ULP32 * (1 + np.abs(exact_lse))),
+        _worst_error(out, exact, rounding + 8 * _ULP32 * weight),
+        _worst_error(lse, exact_lse, 4 * _ULP32 * (1 + np.abs(exact_lse))),
     )
 
 
@@ -249,8 +249,8 @@ def _errors(
     rounding = float(finfo.eps) / 2 * (weight + np.abs(exact)) + float(finfo.smallest_subnormal)
     size = np.abs(np.where(np.isfinite(exact_lse), exact_lse, 0.0))
     return (
-        _furthest(out, exact, rounding + 2 * score * weight),
-        _furthest(lse, exact_lse, score + _ULP32 * size),
+        _worst_error(out, exact, rounding + 2 * score * weight),
+        _worst_error(lse, exact_lse, score + _ULP32 * size),
     )
 
 
@@ -269,7 +269,7 @@ def _rows(lengths: dict[str, list[int]]) -> tuple[tuple[int, ...], Array, Array]
     return (len(full), _ROWS), padding_q, padding_k
 
 
-def _furthest(got: Array, exact: Array, bound: Array) -> _Error:
+def _worst_error(got: Array, exact: Array, bound: Array) -> _Error:
     got = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
         error = np.where(got == exact, 0.0, np.abs(got - exact))

@@ -19,13 +19,13 @@ from rawattn._runtime.devices import why_no_gpu
 
 _PURPOSES = ("inference", "training", "all")
 # Architectures that a user may name, and those whose kernels calls load instead.
-_SAME = {"sm_90": "sm_90a"}
-_LEFT_OUT = {
+_LOADED_ARCH = {"sm_90": "sm_90a"}
+_NOT_COMPILED = {
     "inference": "gradients (--for training), float32 (--for all), ",
     "training": "float32 (--for all), ",
     "all": "",
 }
-_ALWAYS_LEFT_OUT = (
+_NEVER_COMPILED = (
     "windows, top-left alignment, scales that are not positive, "
     "head dims other than 64, 96, 128, 192 and 256"
 )
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     if not args.all_variants:
         lines.append(
-            f"left out, so compiled at their first call: {_LEFT_OUT[args.purpose]}{_ALWAYS_LEFT_OUT}"
+            f"left out, so compiled at their first call: {_NOT_COMPILED[args.purpose]}{_NEVER_COMPILED}"
         )
     print(table.wrap("\n".join(lines)))
     return 1 if errors else 0
@@ -112,13 +112,13 @@ def run(args: argparse.Namespace) -> int:
 def _architectures(names: Sequence[str]) -> list[str]:
     """The architectures whose kernels calls load, each once."""
     for name in dict.fromkeys(names):
-        if name in _SAME:
+        if name in _LOADED_ARCH:
             print(
-                f"rawattn compile: {name}: on such a GPU calls load kernels for {_SAME[name]}, which "
+                f"rawattn compile: {name}: on such a GPU calls load kernels for {_LOADED_ARCH[name]}, which "
                 "may use Hopper's matrix instructions, so those are compiled",
                 file=sys.stderr,
             )
-    return list(dict.fromkeys(_SAME.get(name, name) for name in names))
+    return list(dict.fromkeys(_LOADED_ARCH.get(name, name) for name in names))
 
 
 def _variants(arch: str, purpose: str, every: bool) -> list[compiler.Source]:

@@ -10,9 +10,9 @@ _UNKNOWN = 80  # columns of a terminal whose width is unknown
 
 def columns(stream: TextIO) -> int | None:
     """The columns of a stream's terminal; None for a file or a pipe. $COLUMNS overrides both if it is set."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told) > 0:
-        return int(told)
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
     if not stream.isatty():
         return None
     try:

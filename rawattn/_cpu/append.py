@@ -46,7 +46,7 @@ def append(
     sequence, at, position, ids = (x[written] for x in (sequence, at, position, ids))
     rows = _index(problem, lengths, sequence, at)
     slots = ids, position % form.page_size
-    new_k, new_v = turned(problem, k[rows], position, extras), v[rows]
+    new_k, new_v = with_rotary(problem, k[rows], position, extras), v[rows]
     if problem.float8:
         new_k, new_v = (
             scales.quantised(x.astype(np.float32), scales.value(name, extras))
@@ -57,13 +57,13 @@ def append(
 
 
 @np.errstate(all="ignore")
-def turn_rows(
+def write_rotated(
     problem: Problem, lengths: HostLengths, q: Array, out: Array, extras: Mapping[str, Any]
 ) -> None:
     """Writes the logical rows of q with their rotary embedding to `out`."""
     sequence, at, position = new_rows(lengths)
     rows = _index(problem, lengths, sequence, at)
-    out[rows] = turned(problem, q[rows], position, extras)
+    out[rows] = with_rotary(problem, q[rows], position, extras)
 
 
 def new_rows(lengths: HostLengths) -> tuple[Int64s, Int64s, Int64s]:
@@ -74,7 +74,9 @@ def new_rows(lengths: HostLengths) -> tuple[Int64s, Int64s, Int64s]:
     return sequence, at, (lengths.len_k - lengths.len_q)[sequence] + at
 
 
-def turned(problem: Problem, rows: Array, position: Int64s, extras: Mapping[str, Any]) -> Array:
+def with_rotary(
+    problem: Problem, rows: Array, position: Int64s, extras: Mapping[str, Any]
+) -> Array:
     """Rows (n, heads, D) with the rotary embedding of their positions, in float32; the rows as they are without one.
 
     A position outside the table of angles takes the nearest angle.

@@ -16,7 +16,7 @@ import numpy as np
 from rawattn._call.problem import Problem
 from rawattn._cpu.bundles import Span
 from rawattn._cpu.score_gradients import Part
-from rawattn._cpu.scores import Where
+from rawattn._cpu.scores import TilePosition
 from rawattn._cpu.softmax_gradient import Options, score_gradient, softmax_gradient
 from rawattn._cpu.threads import Task
 from rawattn._cpu.tiles import (
@@ -68,7 +68,7 @@ class _Heads(NamedTuple):
     dk: Array
     dv: Array
     offset: int  # the diagonal of row i is key i + offset
-    where: Where  # covers all rows and keys
+    where: TilePosition  # covers all rows and keys
 
 
 class _Tile(NamedTuple):
@@ -107,7 +107,7 @@ def _heads(problem: Problem, span: Span, arrays: Arrays) -> Iterator[_Heads]:
             dk=arrays.dk[by_key],
             dv=arrays.dv[by_key],
             offset=0 if problem.top_left else len_k - len_q,
-            where=Where(
+            where=TilePosition(
                 slice(sequence, sequence + 1),
                 (head, min(head + step, problem.nheads_kv)),
                 (0, len_q),
@@ -147,10 +147,10 @@ def _sum_over_rows(problem: Problem, options: Options, tile: _Tile) -> Part | No
     heads, keys = tile.heads, (tile.first, tile.last)
     seqlen_q, nheads, nkeys = len(heads.q), heads.k.shape[1], tile.last - tile.first
     every_key = nkeys == len(heads.k)
-    filled = divide(problem, 1, nkeys).shape[1]
-    k, v = (fill_keys(x[tile.first : tile.last], filled) for x in (heads.k, heads.v))
-    dk = np.zeros((nheads, filled, problem.headdim), np.float32)
-    dv = np.zeros((nheads, filled, problem.headdim_v), np.float32)
+    padded_rows = divide(problem, 1, nkeys).shape[1]
+    k, v = (fill_keys(x[tile.first : tile.last], padded_rows) for x in (heads.k, heads.v))
+    dk = np.zeros((nheads, padded_rows, problem.headdim), np.float32)
+    dv = np.zeros((nheads, padded_rows, problem.headdim_v), np.float32)
 
     start, stop = rows_seeing(problem, heads.offset, keys, seqlen_q)
     step = rows_of_tile(problem, seqlen_q)
@@ -214,13 +214,14 @@ class _Rows:
         self, problem: Problem, heads: _Heads, first: int, last: int, pieces: Pieces
     ) -> None:
         nheads_q, nheads_kv = heads.q.shape[1], heads.k.shape[1]
-        filled, _ = pieces.shape
+        padded_rows, _ = pieces.shape
         self.q, self.dout, out = (
-            fill_rows(x[first:last], nheads_kv, filled) for x in (heads.q, heads.dout, heads.out)
+            fill_rows(x[first:last], nheads_kv, padded_rows)
+            for x in (heads.q, heads.dout, heads.out)
         )
         self.q *= problem.scale
         # inf gives exp(s - inf) = 0, for rows that see no key and for rows that only fill up the tile.
-        self.normaliser = np.full((nheads_kv, filled, 1), np.inf, np.float32)
+        self.normaliser = np.full((nheads_kv, padded_rows, 1), np.inf, np.float32)
         lse = heads.lse[:, first:last].reshape(nheads_kv, -1, last - first, 1)
         rows_by_head(self.normaliser, nheads_q, last - first)[...] = np.where(
             lse == -np.inf, np.float32(np.inf), lse
@@ -242,7 +243,7 @@ def _probabilities(
     v: Floats,
     masked: Array | None,
     pieces: Pieces,
-    where: Where,
+    where: TilePosition,
     part: Part | None,
 ) -> tuple[Floats, Floats, Array | None]:
     """(p, ds, masked): probabilities, the gradient of scale * q . k, and where both are 0 as the row does not see the key."""

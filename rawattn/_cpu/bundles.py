@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rawattn._call.layout import HostLengths
 from rawattn._call.problem import Problem
 from rawattn._cpu import tiles
-from rawattn._cpu.scores import Where
+from rawattn._cpu.scores import TilePosition
 from rawattn._cpu.tiles import Array, Floats, multiply, multiply_matrices
 
 # The most numbers in q, k, v or a result of a bundle, so that they stay in the CPU's cache.
@@ -167,10 +167,12 @@ def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None
     return tiles.masked_pairs(problem, diagonal, len_q, (0, len_k), shape)
 
 
-def where_bundle(problem: Problem, bundle: Bundle) -> Where:
+def where_bundle(problem: Problem, bundle: Bundle) -> TilePosition:
     """The position of a bundle's tile of scores."""
     rows, keys = (0, bundle.len_q), (0, bundle.len_k)
-    return Where(bundle.members, (0, problem.nheads_kv), rows, keys, bundle.len_q, bundle.len_k)
+    return TilePosition(
+        bundle.members, (0, problem.nheads_kv), rows, keys, bundle.len_q, bundle.len_k
+    )
 
 
 def heads_first(array: Array, nheads_kv: int) -> Floats:

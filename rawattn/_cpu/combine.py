@@ -24,13 +24,13 @@ def combine(outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any) -> Non
         share = np.where(total == 0, np.float32(0), np.float32(1) / total)
         merged = np.zeros(out.shape, np.float32)
         for values, each, exponential in zip(outs, lses, exponentials, strict=True):
-            alive = _beside(each != -np.inf)
-            weighed = values.astype(np.float32) * _beside(exponential * share)
+            alive = _per_row_of_out(each != -np.inf)
+            weighed = values.astype(np.float32) * _per_row_of_out(exponential * share)
             np.add(merged, weighed, out=merged, where=alive)
         out[...] = merged
         lse[...] = top + np.log(total)
 
 
-def _beside(x: Any) -> Any:
+def _per_row_of_out(x: Any) -> Any:
     """Numbers (..., heads, rows) as (..., rows, heads, 1), to multiply arrays of the layout of `out`."""
     return np.swapaxes(x, -1, -2)[..., None]

@@ -26,7 +26,7 @@ from rawattn._cpu.bundles import (
     multiply_whole,
     where_bundle,
 )
-from rawattn._cpu.scores import Scores, Where, scores_of
+from rawattn._cpu.scores import Scores, TilePosition, scores_of
 from rawattn._cpu.threads import Task, run
 from rawattn._cpu.tiles import (
     LOWEST,
@@ -54,7 +54,7 @@ class _Tile(NamedTuple):
     out: Array  # (rows, nheads_q, headdim_v)
     lse: Array | None  # (nheads_q, rows)
     diagonal: int  # the key on the diagonal of the first row
-    where: Where  # covers all keys
+    where: TilePosition  # covers all keys
 
 
 def forward(
@@ -109,7 +109,7 @@ def _attend_bundle(
     sinks = None
     if scores is not None:
         where = where_bundle(problem, bundle)
-        masked, _ = scores.change(p, where, masked, keep=False)
+        masked, _ = scores.apply(p, where, masked, keep=False)
         sinks = scores.sinks(where, p.shape[2])
     elif masked is not None:
         np.copyto(p, -np.inf, where=masked)
@@ -166,7 +166,7 @@ def _tasks(
                 out=out[by_row],
                 lse=None if lse is None else lse[(*entry, q_heads, tile_rows)],
                 diagonal=first + offset,
-                where=Where(
+                where=TilePosition(
                     slice(sequence, sequence + 1),
                     (head, min(head + nheads, problem.nheads_kv)),
                     (first, first + rows),
@@ -183,13 +183,13 @@ def _tasks(
 def _attend(problem: Problem, scores: Scores | None, tile: _Tile) -> None:
     rows, nheads_q, _ = tile.q.shape
     seqlen_k, nheads_kv, headdim_v = tile.v.shape
-    filled, _ = divide(problem, rows, 1).shape
-    q = fill_rows(tile.q, nheads_kv, filled)
+    padded_rows, _ = divide(problem, rows, 1).shape
+    q = fill_rows(tile.q, nheads_kv, padded_rows)
     q *= problem.scale
-    running_max = np.full((nheads_kv, filled, 1), LOWEST, np.float32)
-    total = np.zeros((nheads_kv, filled, 1), np.float32)
-    out = np.zeros((nheads_kv, filled, headdim_v), np.float32)
-    if scores is not None and (sinks := scores.sinks(tile.where, filled)) is not None:
+    running_max = np.full((nheads_kv, padded_rows, 1), LOWEST, np.float32)
+    total = np.zeros((nheads_kv, padded_rows, 1), np.float32)
+    out = np.zeros((nheads_kv, padded_rows, headdim_v), np.float32)
+    if scores is not None and (sinks := scores.sinks(tile.where, padded_rows)) is not None:
         # The sink acts as a first key that has no value.
         running_max = np.maximum(running_max, sinks)
         total = np.exp(sinks - running_max)
@@ -201,7 +201,7 @@ def _attend(problem: Problem, scores: Scores | None, tile: _Tile) -> None:
         masked = masked_pairs(problem, tile.diagonal, rows, keys, pieces.shape)
         if scores is not None:
             where = tile.where._replace(keys=keys)
-            masked, _ = scores.change(p, where, masked, keep=False)
+            masked, _ = scores.apply(p, where, masked, keep=False)
         elif masked is not None:
             np.copyto(p, -np.inf, where=masked)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._call.problem import Problem
-from rawattn._cpu.scores import Changed, Scores, Where
+from rawattn._cpu.scores import Changed, Scores, TilePosition
 from rawattn._cpu.threads import Task
 from rawattn._cpu.tiles import Array, Floats
 from rawattn._scores.numpy_eval import PartialValues
@@ -25,12 +25,12 @@ Sums = dict[str, Array]  # by the names of gradients
 class Part:
     """The contribution of one task to the gradients. `where` covers all of its tiles."""
 
-    def __init__(self, totals: Totals, where: Where) -> None:
+    def __init__(self, totals: Totals, where: TilePosition) -> None:
         self.where = where
         self.sums: Sums = {}
         self._totals = totals
 
-    def add_scores(self, ds: Floats, where: Where, changed: Changed) -> None:
+    def add_scores(self, ds: Floats, where: TilePosition, changed: Changed) -> None:
         """Adds a tile's contribution. ds: the gradient with respect to the scores, 0 where a key is hidden."""
         totals = self._totals
         inner = where.view(ds, totals.scores.nheads_q(where))
@@ -40,7 +40,7 @@ class Part:
             for each in totals.scores.partials(where, changed):
                 self._add_captured(each, inner)
 
-    def add_sinks(self, normaliser: Floats, delta: Floats, where: Where) -> None:
+    def add_sinks(self, normaliser: Floats, delta: Floats, where: TilePosition) -> None:
         """Adds the contribution of rows. Both arrays are (..., kv heads, rows of a group's heads, 1).
 
         normaliser: lse, with inf in place of -inf. delta: dout . out - dlse.
@@ -71,7 +71,7 @@ class Part:
             self.sums[name] = np.zeros(total.shape, np.float64)
         self.sums[name].reshape(-1)[first:][: sums.size] += sums
 
-    def _add_bias(self, ds: Floats, where: Where) -> None:
+    def _add_bias(self, ds: Floats, where: TilePosition) -> None:
         problem, total = self._totals.problem, self._totals.sums["dbias"]
         batches, heads, rows, keys = total.shape
         axes = [axis for axis, n in ((0, batches), (3, rows), (4, keys)) if n == 1]

@@ -22,7 +22,7 @@ from rawattn._scores.program import ScoreText
 Bools = NDArray[np.bool_]
 
 
-class Where(NamedTuple):
+class TilePosition(NamedTuple):
     """The position of a tile of scores. Pairs are first and last (exclusive)."""
 
     sequences: slice | list[int]
@@ -83,13 +83,15 @@ class Scores:
         shifts = (self._bias, self._slopes, self.score_mod)
         self._infinite = any(x is not None for x in shifts)
         # Whether the backward needs the scores before `score_mod`.
-        self._bends = self._softcap is not None or self.score_mod is not None
+        self._needs_scores_in_backward = self._softcap is not None or self.score_mod is not None
 
-    def nheads_q(self, where: Where) -> int:
+    def nheads_q(self, where: TilePosition) -> int:
         first, last = where.kv_heads
         return (last - first) * self._group_size
 
-    def change(self, tile: Floats, where: Where, masked: Bools | None, *, keep: bool) -> Changed:
+    def apply(
+        self, tile: Floats, where: TilePosition, masked: Bools | None, *, keep: bool
+    ) -> Changed:
         """Turns scale * q . k of a tile into scores in place, -inf where a key is hidden.
 
         masked: from `tiles.masked_pairs`. keep: whether to keep what the backward needs.
@@ -99,7 +101,7 @@ class Scores:
             scores /= self._softcap
             np.tanh(scores, out=scores)
             scores *= self._softcap
-        capped = scores.copy() if keep and self._bends else None
+        capped = scores.copy() if keep and self._needs_scores_in_backward else None
         if self.score_mod is not None:
             scores[...] = numpy_eval.evaluate(*self._arguments(self.score_mod, scores, where))
         bias = None
@@ -122,7 +124,7 @@ class Scores:
             np.copyto(tile, -np.inf, where=hidden)
         return Changed(hidden, capped)
 
-    def differentiate(self, ds: Floats, where: Where, changed: Changed) -> None:
+    def differentiate(self, ds: Floats, where: TilePosition, changed: Changed) -> None:
         """Turns the gradient with respect to the scores into that with respect to scale * q . k, in place."""
         capped = changed.capped
         if capped is None:
@@ -139,12 +141,12 @@ class Scores:
             # The score of a hidden key, and so its derivative, may be NaN.
             np.copyto(ds, 0, where=changed.hidden)
 
-    def partials(self, where: Where, changed: Changed) -> list[PartialValues]:
+    def partials(self, where: TilePosition, changed: Changed) -> list[PartialValues]:
         """Derivatives of scores with respect to captured arrays; undefined where a key is hidden."""
         assert self.score_mod is not None and changed.capped is not None
         return numpy_eval.partials(*self._arguments(self.score_mod, changed.capped, where))
 
-    def kept(self, where: Where) -> Bools | None:
+    def kept(self, where: TilePosition) -> Bools | None:
         """Which probabilities dropout keeps, with five axes; None without dropout."""
         if self._seed is None:
             return None
@@ -153,13 +155,13 @@ class Scores:
         rows, keys = range(*where.rows), range(*where.keys)
         return _philox.kept(self._seed, self._problem.dropout_p, batch, head, rows, keys)
 
-    def drop(self, tile: Floats, where: Where, kept: Bools | None) -> None:
+    def drop(self, tile: Floats, where: TilePosition, kept: Bools | None) -> None:
         """Zeroes the elements that are not kept. The caller must multiply the kept ones by `kept_factor`."""
         if kept is not None:
             scores = where.view(tile, self.nheads_q(where))
             scores *= kept
 
-    def sinks(self, where: Where, rows: int) -> Floats | None:
+    def sinks(self, where: TilePosition, rows: int) -> Floats | None:
         """The sink logits of a tile's rows, (kv heads, rows, 1); -inf for rows that only fill up the tile."""
         if self._sinks is None:
             return None
@@ -172,7 +174,7 @@ class Scores:
         of_group[...] = self._sinks[first:last].reshape(len(by_row), self._group_size, 1)
         return by_row
 
-    def of_heads(self, array: Array, where: Where) -> Array:
+    def of_heads(self, array: Array, where: TilePosition) -> Array:
         """The part of an array (1 or batch, heads, 1 or rows, 1 or keys) that belongs to a tile, with five axes."""
         part = array[self.index(array.shape, where)]
         count, heads, rows, keys = part.shape
@@ -184,7 +186,7 @@ class Scores:
         found: Array = part.reshape(count, *split, rows, keys)
         return found
 
-    def index(self, shape: tuple[int, ...], where: Where) -> tuple[Any, ...]:
+    def index(self, shape: tuple[int, ...], where: TilePosition) -> tuple[Any, ...]:
         """The index of a tile's part in an array of four axes with this shape. An axis of 1 is broadcast."""
         per_kv_head = shape[1] // self._problem.nheads_kv
         of_axes = (
@@ -197,16 +199,16 @@ class Scores:
             slice(0, 1) if n == 1 else index for n, index in zip(shape, of_axes, strict=True)
         )
 
-    def _arguments(self, text: ScoreText, scores: Floats, where: Where) -> tuple[Any, ...]:
+    def _arguments(self, text: ScoreText, scores: Floats, where: TilePosition) -> tuple[Any, ...]:
         """The arguments of the functions of `numpy_eval`."""
         positions = (*self._positions(where).values(), where.len_q, where.len_k)
         return text, scores, *positions, self._captured, self._problem.score_scalars
 
-    def _slopes_of(self, where: Where) -> Floats:
+    def _slopes_of(self, where: TilePosition) -> Floats:
         assert self._slopes is not None
         return self.of_heads(self._slopes[:, :, None, None], where)
 
-    def _positions(self, where: Where) -> dict[str, Array]:
+    def _positions(self, where: TilePosition) -> dict[str, Array]:
         """The positions of a tile's scores by name. Each array broadcasts to the five axes."""
         of = where.sequences
         batch = np.arange(of.start, of.stop) if isinstance(of, slice) else np.array(of)
@@ -220,7 +222,7 @@ class Scores:
             "kv_idx": np.arange(*where.keys),
         }
 
-    def _distances(self, where: Where) -> Floats:
+    def _distances(self, where: TilePosition) -> Floats:
         """The distances of keys from the rows' diagonals, (rows, keys)."""
         offset = 0 if self._problem.top_left else where.len_k - where.len_q
         diagonals = np.arange(*where.rows)[:, None] + offset

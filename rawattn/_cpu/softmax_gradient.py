@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rawattn._cpu.score_gradients import Part, Totals
-from rawattn._cpu.scores import Scores, Where
+from rawattn._cpu.scores import Scores, TilePosition
 from rawattn._cpu.tiles import Array, Floats
 
 
@@ -20,7 +20,7 @@ class Options(NamedTuple):
     scores: Scores | None
     totals: Totals | None
 
-    def part(self, where: Where) -> Part | None:
+    def part(self, where: TilePosition) -> Part | None:
         return None if self.totals is None else Part(self.totals, where)
 
 
@@ -47,14 +47,14 @@ def score_gradient(
     normaliser: Floats,
     delta: Floats,
     masked: Array | None,
-    where: Where,
+    where: TilePosition,
     part: Part | None,
 ) -> Array | None:
     """The same with options: p begins as scale * q . k, and ds ends as the gradient with respect to that. p includes dropout.
 
     Returns the mask of all hidden keys, those hidden by options included.
     """
-    changed = scores.change(p, where, masked, keep=True)
+    changed = scores.apply(p, where, masked, keep=True)
     kept = scores.kept(where)
     scores.drop(ds, where, kept)
     if kept is not None:

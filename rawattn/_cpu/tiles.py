@@ -163,7 +163,7 @@ def multiply(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) 
     nheads, pieces, inner_pieces, size, inner = weights.shape
     headdim = values.shape[2]
     if masked is not None and not np.isfinite(values).all():
-        return _multiply_strays(weights, values, masked)
+        return _multiply_nonfinite(weights, values, masked)
     by_piece = values.reshape(nheads, 1, inner_pieces, inner, headdim)
     product = multiply_matrices(weights, by_piece)
     summed = product if inner_pieces == 1 else product.sum(axis=2)
@@ -171,7 +171,7 @@ def multiply(weights: Floats, values: Floats, masked: NDArray[np.bool_] | None) 
     return result
 
 
-def _multiply_strays(weights: Floats, values: Floats, masked: NDArray[np.bool_]) -> Floats:
+def _multiply_nonfinite(weights: Floats, values: Floats, masked: NDArray[np.bool_]) -> Floats:
     """`multiply` for values that are not all finite: keys with a NaN or infinity are added one by one, to the rows that see
     them.
     """

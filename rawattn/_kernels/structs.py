@@ -81,14 +81,14 @@ def leaves(struct: Struct) -> tuple[str, ...]:
 @functools.cache
 def assertions(struct: Struct) -> tuple[str, ...]:
     """Lines of C++ that compile only if the kernel's struct is laid out like this one."""
-    told = "the host lays it out so"
+    reason = "the host lays it out so"
     lines = [
-        f'static_assert(OFFSET_OF({struct.name}, {path}) == {at}, "{told}");'
+        f'static_assert(OFFSET_OF({struct.name}, {path}) == {at}, "{reason}");'
         for path, at in _leaves(struct.dtype)
     ]
     return (
         *lines,
-        f'static_assert(sizeof({struct.name}) == {struct.dtype.itemsize}, "{told}");',
+        f'static_assert(sizeof({struct.name}) == {struct.dtype.itemsize}, "{reason}");',
     )
 
 

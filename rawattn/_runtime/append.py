@@ -30,10 +30,10 @@ def _cpu(
     k, v, k_pages, v_pages, *queries = inputs
     cpu_append.append(problem, lengths, k, v, k_pages, v_pages, extras)
     for q, out in zip(queries, results, strict=True):
-        cpu_append.turn_rows(problem, lengths, q, out, extras)
+        cpu_append.write_rotated(problem, lengths, q, out, extras)
 
 
-def _turned(
+def _rotated_shape(
     problem: Problem, dtype: np.dtype[Any], flag: bool
 ) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
     outer: Shape = () if problem.group else (problem.batch,)
@@ -71,7 +71,7 @@ def append_verb(turns: bool, interleaved: bool, queries: bool) -> Verb:
         written=frozenset({"k_pages", "v_pages"}),
         outputs=("out",) if queries else (),
         prefix="",
-        results=_turned if queries else lambda problem, dtype, flag: (),
+        results=_rotated_shape if queries else lambda problem, dtype, flag: (),
         check=lambda problem, arrays, framework: None,
         step_arguments=lambda flag: {},
         cpu=_cpu,

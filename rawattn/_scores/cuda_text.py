@@ -76,7 +76,7 @@ _OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _TARGET = frozenset({"exp", "log", "tanh", "sin", "cos", "sqrt", "floor"})
 _POWERS = 16  # the largest integer exponent of a float that is computed by multiplications
 _MAX_SHARED = 4  # the most values per head that a kernel keeps in registers across tiles
-_OF_ONE_SCORE = frozenset({SCORE, *(position(name) for name in ("q_idx", "kv_idx"))})
+_PER_SCORE_LEAVES = frozenset({SCORE, *(position(name) for name in ("q_idx", "kv_idx"))})
 _NO_BACKWARD = "a score function in CUDA without backward has no derivative"
 _FILES = {"score_mod": "forward", "score_mod.backward": "backward"}
 # "score_mod(2): error: ..." of NVRTC, "score_mod:2:7: error: ..." of g++
@@ -106,7 +106,7 @@ def predicate_text(text: ScoreText) -> str:
 
 def compile_error_message(log: str, text: ScoreText) -> str:
     """The errors in a compiler's log that lie in the user's own lines, the first of each line; "" if there are none."""
-    told: dict[tuple[str, int], str] = {}
+    messages: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
         match = _AT_LINE.match(line.strip())
         if match is None or match[4] == "warning":
@@ -115,10 +115,12 @@ def compile_error_message(log: str, text: ScoreText) -> str:
         lines = (getattr(text, argument) or "").split("\n")
         number = int(match[2] or match[3])
         users = f"\n    {lines[number - 1].strip()}" if 0 < number <= len(lines) else ""
-        told.setdefault(
+        messages.setdefault(
             (argument, number), f"  {argument}, line {number}:{match[5].lstrip(':')}{users}"
         )
-    return "\n".join(["score_mod: the text does not compile", *told.values()]) if told else ""
+    if not messages:
+        return ""
+    return "\n".join(["score_mod: the text does not compile", *messages.values()])
 
 
 def _of_expression(text: ScoreText) -> list[str]:
@@ -156,7 +158,7 @@ def shared_by_head(roots: Iterable[Expression]) -> tuple[Expression, ...]:
     found: dict[Expression, None] = {}
     for root in roots:
         for node in walk(root):
-            own[node] = node in _OF_ONE_SCORE or any(own[x] for x in node.args)
+            own[node] = node in _PER_SCORE_LEAVES or any(own[x] for x in node.args)
             if own[node]:
                 found.update((x, None) for x in node.args if not own[x] and _costs(x))
         if not own[root] and _costs(root):
@@ -223,19 +225,19 @@ def _of_cuda(text: ScoreText) -> list[str]:
         _function(
             "float value",
             "float score, ",
-            [*names, *_users("score_mod", text.forward), "return score;"],
+            [*names, *_user_lines("score_mod", text.forward), "return score;"],
         ),
     ]
     if text.backward is None:
         lines = [f'static_assert(sizeof(P) == 0, "{_NO_BACKWARD}");', "return 0.0f;"]
     else:
-        backward = _users("score_mod.backward", text.backward)
+        backward = _user_lines("score_mod.backward", text.backward)
         lines = [*names, "float dscore = 1.0f;", *backward, "return dscore;"]
     members.append(_function("float derivative", "const float score, ", lines))
     return members + _partials(text, (), {})
 
 
-def _users(file: str, text: str) -> list[str]:
+def _user_lines(file: str, text: str) -> list[str]:
     """The user's lines unchanged, with a `#line` directive, so that a compiler's messages name them by `file` and line."""
     return [f'#line 1 "{file}"', text, '#line 1 "generated"']
 
@@ -258,7 +260,7 @@ def _body(
         for node in walk(root, names):
             if node in names:
                 continue
-            value = _written(text, node, [names[x] for x in node.args])
+            value = _cpp_of(text, node, [names[x] for x in node.args])
             if node.op in ("const", "score", "position"):
                 names[node] = value
             else:
@@ -267,7 +269,7 @@ def _body(
     return _Body(lines, [names[root] for root in roots])
 
 
-def _written(text: ScoreText, node: Expression, args: list[str]) -> str:
+def _cpp_of(text: ScoreText, node: Expression, args: list[str]) -> str:
     if node.op == "const":
         return _number(node)
     if node.op == "score":

@@ -14,7 +14,8 @@ def derivative(expression: Expression, variable: Expression) -> Expression:
     """The derivative of a float with respect to `variable`: SCORE or a load.
 
     At a kink it is the derivative of the branch that the evaluation takes: `max(a, b)` with equal arguments has that of a. That
-    of `abs(x)` is 0 where x is 0. So is that of `sqrt(x)`, unless dx is a constant: then it is infinite there (`_bent`).
+    of `abs(x)` is 0 where x is 0. So is that of `sqrt(x)`, unless dx is a constant: then it is infinite there
+    (`_zero_at_root`).
     """
     found: dict[Expression, Expression] = {variable: ONE}
     for node in walk(expression):
@@ -28,7 +29,7 @@ def mentions(expression: Expression, leaf: Expression) -> bool:
     return any(node == leaf for node in walk(expression))
 
 
-def shown(expression: Expression) -> Expression:
+def without_hidden_branches(expression: Expression) -> Expression:
     """The expression without branches of -inf, which hide a key: its gradient is 0 whatever the derivative is.
 
     So the derivative of `where(condition, score + x, -inf)` becomes 1.
@@ -36,11 +37,11 @@ def shown(expression: Expression) -> Expression:
     if expression.op != "where":
         return expression
     condition, x, y = expression.args
-    if y == _HIDDEN:
-        return shown(x)
-    if x == _HIDDEN:
-        return shown(y)
-    return choose(condition, shown(x), shown(y))
+    if y == _MINUS_INF:
+        return without_hidden_branches(x)
+    if x == _MINUS_INF:
+        return without_hidden_branches(y)
+    return choose(condition, without_hidden_branches(x), without_hidden_branches(y))
 
 
 def add(x: Expression, y: Expression) -> Expression:
@@ -100,10 +101,10 @@ def _remainder(node: Expression, dx: Expression, dy: Expression) -> Expression:
 def _power(node: Expression, dx: Expression) -> Expression:
     n, (x,) = node.value, node.args
     found = multiply(multiply(const(float(n)), power(x, n - 1)), dx)
-    return _bent(x, dx, found) if 0 < n < 1 else found
+    return _zero_at_root(x, dx, found) if 0 < n < 1 else found
 
 
-def _bent(root: Expression, dx: Expression, found: Expression) -> Expression:
+def _zero_at_root(root: Expression, dx: Expression, found: Expression) -> Expression:
     """The derivative `found`, which is infinite where `root` is 0, set to 0 there.
 
     Needed if dx is not constant: for the root of `max(score, 0)`, dx is 0 on the flat side, and inf * 0 would be NaN.
@@ -136,9 +137,9 @@ _RULES: dict[str, Callable[..., Expression]] = {
     "tanh": lambda node, dx: multiply(subtract(ONE, multiply(node, node)), dx),
     "sin": lambda node, dx: multiply(apply("cos", *node.args), dx),
     "cos": lambda node, dx: negative(multiply(apply("sin", *node.args), dx)),
-    "sqrt": lambda node, dx: _bent(node, dx, divide(multiply(const(0.5), dx), node)),
+    "sqrt": lambda node, dx: _zero_at_root(node, dx, divide(multiply(const(0.5), dx), node)),
     "abs": _absolute,
     "min": lambda node, dx, dy: choose(_less(node.args[1], node.args[0]), dy, dx),
     "max": lambda node, dx, dy: choose(_less(node.args[0], node.args[1]), dy, dx),
 }
-_HIDDEN = const(-math.inf)
+_MINUS_INF = const(-math.inf)

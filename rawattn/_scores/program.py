@@ -67,14 +67,14 @@ class Program(NamedTuple):
 def program(text: ScoreText) -> Program:
     """The program of a score text. ValueError for a text that the dialect does not accept."""
     value = number("score_mod", _parsed("score_mod", text, has_score=True))
-    shown = derive.shown(value)
+    visible = derive.without_hidden_branches(value)
     loads = [
         node for node in walk(value) if node.op == "load" and text.arrays[node.value][0] in text.wrt
     ]
-    partials = (Partial(node.value, node.args, derive.derivative(shown, node)) for node in loads)
+    partials = (Partial(node.value, node.args, derive.derivative(visible, node)) for node in loads)
     return Program(
         value,
-        derive.derivative(shown, SCORE),
+        derive.derivative(visible, SCORE),
         tuple(each for each in partials if each.value != derive.ZERO),
     )
 

@@ -107,7 +107,7 @@ class ScoreMod:
         _refuse_unused("score_mod", text)
         self._text = text
         self._arrays, self._scalars = MappingProxyType(found.arrays), found.scalars
-        self._function = Function.of(text, found.scalars, found.arrays)
+        self._function = SharedFunction.of(text, found.scalars, found.arrays)
         self.handle = self._function.handle
 
     @property
@@ -138,13 +138,13 @@ class ScoreMod:
             for (name, kind), value in zip(text.scalars, self._scalars, strict=True)
         }
         captured = {**self._arrays, **numbers}
-        return _made_again, (text.forward, text.backward, text.language, text.wrt, captured)
+        return _unpickle, (text.forward, text.backward, text.language, text.wrt, captured)
 
     def __repr__(self) -> str:
-        return _represented("ScoreMod", self)
+        return _repr_of("ScoreMod", self)
 
 
-def _made_again(
+def _unpickle(
     forward: str,
     backward: str | None,
     language: str,
@@ -154,7 +154,7 @@ def _made_again(
     return ScoreMod(forward, backward, language=language, wrt=wrt, **captured)
 
 
-class Function:
+class SharedFunction:
     """A `ScoreMod` without its torch tensors. Compiled programs find it by its handle and get the tensors as inputs.
 
     All `ScoreMod`s that are equal but for their tensors share one.
@@ -171,12 +171,14 @@ class Function:
         self.tensors = tuple(name for name, *_ in text.arrays if name not in arrays)
 
     @staticmethod
-    def of(text: ScoreText, scalars: tuple[float, ...], arrays: Mapping[str, Any]) -> Function:
+    def of(
+        text: ScoreText, scalars: tuple[float, ...], arrays: Mapping[str, Any]
+    ) -> SharedFunction:
         """arrays: all captured ones. Those other than tensors are read at each call, so a function with one equals no other."""
         tensor = getattr(sys.modules.get("torch"), "Tensor", ())
         others = {name: x for name, x in arrays.items() if not isinstance(x, tensor)}
         handle = _handles.unique_handle() if others else _handles.handle_of(tuple(text), scalars)
-        return _handles.register(handle, Function(text, scalars, others, handle))
+        return _handles.register(handle, SharedFunction(text, scalars, others, handle))
 
     def with_tensors(self, tensors: Iterable[Any]) -> ScoreMod:
         """The `ScoreMod` with these tensors, in the order of `self.tensors`."""
@@ -219,7 +221,7 @@ class Predicate:
         self.scalars = found.scalars
 
     def __repr__(self) -> str:
-        return _represented("Predicate", self)
+        return _repr_of("Predicate", self)
 
 
 def require_float32(text: ScoreText) -> None:
@@ -387,7 +389,7 @@ def _refuse_unused(argument: str, text: ScoreText) -> None:
             raise ValueError(f"{argument}: got a captured {name!r}, which the text does not use")
 
 
-def _represented(name: str, it: ScoreMod | Predicate) -> str:
+def _repr_of(name: str, it: ScoreMod | Predicate) -> str:
     text = it.text
     parts = [repr(text.forward)]
     if text.backward is not None:

@@ -53,10 +53,10 @@ def append_kv(
         for name, x in (("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages))
     )
     k_pages, v_pages = k_pages.copy(), v_pages.copy()
-    turned = None
+    rotated = None
     if q is not None:
         q = floats("q", q, _FLOAT64)
-        turned = np.zeros(q.shape)
+        rotated = np.zeros(q.shape)
     angles = None
     if rotary is not None:
         names = ("rotary[0]", "rotary[1]")
@@ -83,15 +83,15 @@ def append_kv(
             row = start + i if k.ndim == 3 else (n, i)
             position = keys - count + i
             page, at = divmod(position, form.page_size)
-            new = _turned(k[row], position, angles, interleaved), v[row]
+            new = _with_rotary(k[row], position, angles, interleaved), v[row]
             for array, rows, factor in zip((k_pages, v_pages), new, factors, strict=True):
                 array[of_pages[page], at] = np.clip(rows / factor, -most, most)
-            if turned is not None:
-                turned[row] = _turned(q[row], position, angles, interleaved)
-    return k_pages, v_pages, turned
+            if rotated is not None:
+                rotated[row] = _with_rotary(q[row], position, angles, interleaved)
+    return k_pages, v_pages, rotated
 
 
-def _turned(row: Array, position: int, angles: list[Array] | None, interleaved: bool) -> Array:
+def _with_rotary(row: Array, position: int, angles: list[Array] | None, interleaved: bool) -> Array:
     """A row (heads, D) with its rotary embedding: each pair of elements is a complex number, multiplied by e^(i angle)."""
     if angles is None:
         return row

@@ -43,14 +43,14 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
         lse = highest + np.log(total)
     # Divided by the sum itself, not computed from lse: if lse is large, rounding loses log(total) in it.
     weights = parts / np.where(total == 0, 1, total)
-    values = np.where(_beside(alive), values, 0)
-    return np.sum(_beside(weights) * values, axis=0), lse
+    values = np.where(_per_row_of_out(alive), values, 0)
+    return np.sum(_per_row_of_out(weights) * values, axis=0), lse
 
 
 def _stacked(side: PartialsSide, arrays: list[Array]) -> Array:
     return np.stack(arrays) if side.listed else arrays[0]
 
 
-def _beside(x: Array) -> Array:
+def _per_row_of_out(x: Array) -> Array:
     """Numbers (..., heads, rows) as (..., rows, heads, 1), to multiply arrays of the layout of `out`."""
     return np.swapaxes(x, -1, -2)[..., None]

@@ -32,4 +32,4 @@ def on_numpy(monkeypatch):
     library = types.SimpleNamespace(**masks, ScoreMod=rawattn.ScoreMod)
     monkeypatch.setitem(sys.modules, "cupy", np)
     monkeypatch.setattr(machine, "random_array", _draw)
-    monkeypatch.setattr(features, "_library", library)
+    monkeypatch.setattr(features, "_late_rawattn", library)

@@ -138,7 +138,7 @@ def test_ours_is_called_with_the_options_of_the_case(on_numpy, monkeypatch):
     )
     made = []
     monkeypatch.setattr(
-        features._library, "ScoreMod", lambda text, **captured: made.append((text, captured))
+        features._late_rawattn, "ScoreMod", lambda text, **captured: made.append((text, captured))
     )
     wanted = {
         features.Bias((1, 1, 256, 256)): {"bias"},

@@ -81,7 +81,7 @@ def test_what_making_masks_takes(on_numpy, monkeypatch):
     small = [_case(features.Documents(64)), _case(features.TopK(9)), _case(features.PLAIN)]
     monkeypatch.setattr(score_figures.score_cases, "cases", lambda: small)
     assert [figure.value for figure in score_figures.masks("bfloat16", ())] == [2.0, 2.0]
-    monkeypatch.delattr(features._library, "topk_mask")
+    monkeypatch.delattr(features._late_rawattn, "topk_mask")
     documents, topk = score_figures.masks("bfloat16", ())
     assert documents.value == 2.0
     assert topk.value is None
@@ -93,7 +93,7 @@ def _package(folder, seconds):
     bench = folder / "rawattn" / "_bench"
     bench.mkdir(parents=True)
     (folder / "rawattn" / "__init__.py").touch()
-    names = sorted({(suite, case) for suite, _, case in before.ASKED})
+    names = sorted({(suite, case) for suite, _, case in before.CASES})
     code = f"""
         import contextlib, types
         def grid(suite):
@@ -121,8 +121,8 @@ def test_every_kernel_before_and_after(tmp_path, monkeypatch):
     monkeypatch.setenv(before.FOLDER, str(old))
     monkeypatch.setattr(before, "__file__", str(new / "rawattn" / "_bench" / "before.py"))
     found = before.figures("bfloat16", ())
-    assert len(found) == len(before.ASKED)
-    for figure, (_, side, _) in zip(found, before.ASKED, strict=True):
+    assert len(found) == len(before.CASES)
+    for figure, (_, side, _) in zip(found, before.CASES, strict=True):
         if side == "portable":  # which this package does not have
             assert figure.value is None
             assert "ValueError" in figure.of
@@ -130,7 +130,7 @@ def test_every_kernel_before_and_after(tmp_path, monkeypatch):
             assert figure.value == pytest.approx(0.98)
             assert figure.verdict == "below"
     names = {"forward": grids.forward(), "backward": grids.backward()}
-    for suite, _, case in before.ASKED:
+    for suite, _, case in before.CASES:
         assert case in [c.name for c in names[suite]]
 
 
