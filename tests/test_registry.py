@@ -616,7 +616,7 @@ def test_backwards_of_few_rows_and_of_many(headdim: int) -> None:
         shape, *lone = tile.split()
         assert any(
             f"portable backward float16 D={headdim} {shape} " in each
-            and ("lone-keys" in each) == bool(lone)
+            and ("one-key-tile" in each) == bool(lone)
             and (" ragged" in each) == ragged
             for each in ahead
         ), (tile, ragged)

@@ -27,7 +27,7 @@ constexpr int kDepthV = round_up(kHeadDimV, 16);
 constexpr int kOutBlocks = kDepthV / 16;
 static_assert(kRowBlocks * 16 == kTileRows && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
 static_assert(kTileQ * kHeads <= kTileRows && kTileQ > 0, "a tile has room for its rows");
-static_assert(kTileQ == 1 || !kHeadsLeft, "the rows of fewer heads are the first ones");
+static_assert(kTileQ == 1 || !kFewerHeadsLast, "the rows of fewer heads are the first ones");
 static_assert(kStages >= 2, "one tile is computed while others are on their way");
 
 constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
@@ -42,7 +42,8 @@ using RowsMask = TileMask<kBlockMask, C, kTileRows, kTileK, kHeads>;
 using Rules = RowRules<C, kRowBlocks, kHeads>;
 using Added = AddedScores<C, kRowBlocks, kKeyBlocks>;
 using Softmax = OnlineSoftmax<C, kRowBlocks>;
-using BlockLine = Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kHeadsLeft, kWaves, kThreads>;
+using BlockLine =
+    Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kFewerHeadsLast, kWaves, kThreads>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
 // Whether queries stay in registers: where they take at most 128 bytes of each lane.

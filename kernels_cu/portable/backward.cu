@@ -9,8 +9,8 @@
 //   dv       S^T = K Q^T       P = exp(S - lse)              dV += P^T dO        dQ = dS K, added to
 //   dk       dP^T = V dO^T     dS = P (dP + row_delta)       dK += dS^T Q        memory atomically
 //
-// Where one key tile has all keys of a sequence and every row sees some of them (kLoneKeys), dS K is dQ itself, and is
-// stored instead of added.
+// Where one key tile has all keys of a sequence and every row sees some of them (kOneKeyTile), dS K is dQ itself, and
+// is stored instead of added.
 //
 // P goes from the half that owns dv to the half that owns dk through shared memory (portable/handover.cuh), dS to all
 // waves. A wave owns kKeyBlocks * 16 keys. With kColumnWaves > 1 it has only a share of the queries of S and of the

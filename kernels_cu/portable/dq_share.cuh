@@ -17,14 +17,14 @@ struct DqShare {
   static constexpr int kColumnBlocks = (kBlocks + kColumnWaves - 1) / kColumnWaves;
   static_assert(kRowBlocks * 16 * kRowWaves == kTileQ && kColumnWaves * kRowWaves == kWaves, "waves share dQ evenly");
 
-  // Where dq itself is stored (kLoneKeys): its rows, each `factor` times the product.
+  // Where dq itself is stored (kOneKeyTile): its rows, each `factor` times the product.
   struct Result {
     T* first;
     int64 stride;
     float factor;
   };
 
-  // Adds dS K to the float32 sums in memory; with kLoneKeys stores it as the result instead. gradients: dS^T, whose
+  // Adds dS K to the float32 sums in memory; with kOneKeyTile stores it as the result instead. gradients: dS^T, whose
   // rows are keys. rows: how many query rows are real. stride: between rows of `sums`.
   DEVICE static void add(float* sums, int64 stride, const Result& result, int rows, const T* gradients, const T* keys,
                          int wave, int lane) {
@@ -53,7 +53,7 @@ struct DqShare {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const int at = row + m * 16 + C::row(lane, slot);
         if (at >= rows) continue;
-        if constexpr (config::kLoneKeys) {
+        if constexpr (config::kOneKeyTile) {
           UNROLL for (int d = 0; d < kColumnBlocks; d++) store(result, at, (block + d) * 16, dq[m][d], slot, lane);
         } else {
           float* const sum = sums + at * stride + C::position(C::column(lane, C::element(slot, 0)));

@@ -108,8 +108,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             for shared in (False, True) if ragged else (False,):
                 sized = replace(sized, shared_lengths=shared)
                 main = portable_backward.choose(sized, target, operands, with_dq=with_dq)
-                lone_keys = portable_backward.has_lone_keys(sized, main)
-                sources.append(replace(main, lone_keys=lone_keys).source())
+                one_key_tile = portable_backward.has_one_key_tile(sized, main)
+                sources.append(replace(main, one_key_tile=one_key_tile).source())
         width = operands.copy_bytes(problem)
         if every:
             sources.append(replace(main, split=True).source())

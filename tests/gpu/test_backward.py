@@ -159,7 +159,7 @@ def test_key_tiles_that_several_blocks_share(case: Case, deterministic: bool) ->
 
 @pytest.mark.parametrize("headdim", [33, 40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_lone_keys(dtype: str, headdim: int) -> None:
+def test_one_key_tile(dtype: str, headdim: int) -> None:
     """One tile has all keys of a sequence, so dq is written, not added up: by one block, and by several."""
     knobs = {"dtype": dtype, "headdim": headdim, "nheads_q": 4, "nheads_kv": 2}
     for case in (
@@ -176,7 +176,7 @@ def test_lone_keys(dtype: str, headdim: int) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("headdim", [40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_lone_keys_of_packed_batches(dtype: str, headdim: int, on_device: bool) -> None:
+def test_one_key_tile_of_packed_batches(dtype: str, headdim: int, on_device: bool) -> None:
     """Keys have the sequences of the queries: no row is without keys, and dq is written there too."""
     knobs = {"dtype": dtype, "headdim": headdim, "nheads_q": 4, "nheads_kv": 2}
     knobs |= {"share_starts": True, "on_device": on_device, "max_seqlen": True}

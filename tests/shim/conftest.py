@@ -43,7 +43,7 @@ _STEPS = {
     **{
         f"test_{name}": 6
         for name in (
-            *("backward", "backward_lone", "bounds", "forward", "kept_lists", "kept_setup"),
+            *("backward", "backward_one_key_tile", "bounds", "forward", "kept_lists", "kept_setup"),
             *("ragged_setup", "sm90_forward", "tensor_store"),
         )
     },

@@ -79,7 +79,7 @@ def test_parts(
     [(75, {}), (20, {"causal": True}), (75, {"bias": (2, 4)}), (75, {"bias": (2, 2)})],
     ids=str,
 )
-def test_lone_keys(machine: MakeDevice, rows: int, options: dict[str, Any]) -> None:
+def test_one_key_tile(machine: MakeDevice, rows: int, options: dict[str, Any]) -> None:
     """Each part writes the rows of dq that are its own."""
     given = dict(options)
     if "bias" in given:

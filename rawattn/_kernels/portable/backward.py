@@ -103,7 +103,7 @@ def _is_short(problem: Problem, with_dq: bool, dbias: int) -> bool:
     options = (problem.softcap, problem.alibi_slopes, problem.mask, problem.bias)
     if sum(option is not None for option in options) + (problem.dropout_p > 0) > 1:
         return False
-    # If one usual tile holds all keys, main writes dQ without sums (`has_lone_keys`), which gains more than small tiles do.
+    # If one usual tile holds all keys, main writes dQ without sums (`has_one_key_tile`), which gains more than small tiles do.
     if with_dq and problem.max_seqlen_k <= _USUAL_KEYS and _rows_see_keys(problem):
         return problem.max_seqlen_k <= _SHORT_KEYS
     which = 0 if problem.ragged else 1 if problem.window_right is not None else 2
@@ -252,7 +252,7 @@ def physical_keys(problem: Problem) -> int:
     return problem.rows_k * (1 if problem.group else problem.batch)
 
 
-def has_lone_keys(problem: Problem, config: Config) -> bool:
+def has_one_key_tile(problem: Problem, config: Config) -> bool:
     """Whether one tile holds all keys of a sequence, and every query row sees some. Then main writes dQ without sums."""
     return config.with_dq and problem.max_seqlen_k <= config.tile_k and _rows_see_keys(problem)
 

@@ -47,7 +47,7 @@ class Config(Features):
     pairs: bool = False  # heads come in pairs, see backward_options.in_pairs
     split: bool = False  # several blocks share a key tile, see `backward.parts`
     split_sinks: bool = False  # only tiles with sink tokens, see `backward.parts_of_sinks`
-    lone_keys: bool = False  # see `backward.has_lone_keys`
+    one_key_tile: bool = False  # see `backward.has_one_key_tile`
     wave: int = 32
 
     @property
@@ -177,7 +177,7 @@ class Config(Features):
         traits += [[], ["dbias"], ["sums-of-dbias"], ["rows-of-dbias"]][self.dbias]
         traits += ["pairs"] * self.pairs + ["split"] * self.split
         traits += ["of-sinks"] * self.split_sinks
-        traits += ["lone-keys"] * self.lone_keys
+        traits += ["one-key-tile"] * self.one_key_tile
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])
 

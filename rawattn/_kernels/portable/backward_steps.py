@@ -37,9 +37,12 @@ def steps(
     config = backward.choose(problem, target, operands, with_dq=not deterministic)
     shared_by = backward.parts(problem, target, config)
     of_sinks = backward.parts_of_sinks(problem, target, config) if shared_by == 1 else 1
-    lone_keys = backward.has_lone_keys(problem, config)
+    one_key_tile = backward.has_one_key_tile(problem, config)
     config = replace(
-        config, split=max(shared_by, of_sinks) > 1, split_sinks=of_sinks > 1, lone_keys=lone_keys
+        config,
+        split=max(shared_by, of_sinks) > 1,
+        split_sinks=of_sinks > 1,
+        one_key_tile=one_key_tile,
     )
     options = backward_options.Gradients(
         problem, operands, target, config.dbias, exact_sums=deterministic
@@ -63,7 +66,7 @@ def steps(
     arrays += attention_params.side_addresses(params.BACKWARD, "forward.", structure)
     arrays += score_params.patches(problem, params.BACKWARD, "forward.")
     arrays += options.patches
-    sums_dq = not (deterministic or lone_keys)
+    sums_dq = not (deterministic or one_key_tile)
     if sums_dq:
         arrays += patches(params.BACKWARD, ("dq_sum",))
     if config.split:

@@ -54,7 +54,7 @@ class Config(Features):
     headdim: int
     headdim_v: int
     heads: int  # query heads of a tile
-    heads_left: bool = False  # the last tile of a GQA group has fewer heads
+    fewer_heads_last: bool = False  # the last tile of a GQA group has fewer heads
     tile_q: int  # queries of a tile
     tile_rows: int  # rows of a tile: 16 or 32, of which queries times heads are used
     tile_k: int
@@ -209,7 +209,7 @@ def choose_tiles(
         operands,
         table,
         heads=heads,
-        heads_left=problem.group_heads % heads > 0,
+        fewer_heads_last=problem.group_heads % heads > 0,
         tile_q=tile_q,
         tile_rows=tile_rows,
         key_bytes=operands.key_bytes(problem),
