@@ -2,8 +2,8 @@
 // products. All other instructions should then hide between exponentials, so scores are scaled only there.
 //
 // update_row_max() compares unscaled scores with a limit for each row to find outgrown rows. It compares their bits as
-// integers, which order like positive floats. If even negative scores may be too large for a row, its limit is
-// kAlwaysOutgrown, and the row counts as outgrown in every tile.
+// integers, which order like positive floats. Negative scores all count as 0 there. While even a negative score may be
+// too large for a row, its limit is kAlwaysOutgrown, and the row counts as outgrown.
 #pragma once
 
 #include "attn/softmax.cuh"

@@ -143,7 +143,7 @@ struct Mask {
 // How the keys of query tiles are split among blocks: in pieces (attn/splits.cuh), or in a line that is cut into parts
 // (attn/schedule/line.cuh).
 struct Splits {
-  // by query tile: how many blocks are done; zero between launches
+  // how many blocks are done, by query tile; of a line, by block; zero between launches
   unsigned* arrived;
   // the partial results of blocks
   void* partials;

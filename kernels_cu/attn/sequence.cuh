@@ -1,8 +1,9 @@
 // Where a sequence lies and how long it really is: physical starts address memory, logical lengths bound the work.
 //
-// Rows count from the first row of their sequence. Planned for sequences that are parts of longer ones: Side has a
-// `position` for each, that of its first row in the whole. Row i is then at position + i, and the offset of VisibleKeys
-// is the position of the queries less that of the keys, so that the diagonal is that of the whole.
+// Rows count from the first row of their sequence. Planned, not there yet, for sequences that are parts of longer
+// ones: Side will have a `position` for each, that of its first row in the whole. Row i will then be at position + i,
+// and the offset of VisibleKeys will be the position of the queries less that of the keys, so that the diagonal is that
+// of the whole.
 //
 // Integers on the GPU come from the caller, unchecked. Whatever they hold, a sequence found here lies inside its array.
 //

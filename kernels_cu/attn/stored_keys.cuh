@@ -1,6 +1,7 @@
-// Types of keys and values as they are stored: the dtype of queries, or float8 with a scale for each kv head. float8
-// tiles stay float8 in shared memory and are converted when they become mma operands in registers. The scale of keys is
-// included in the scale of scores (ScoreRule), the scale of values in the final division of the output.
+// Types of keys and values as they are stored: the dtype of queries, or float8 with a scale for each kv head. In
+// the portable forward and in decoding, float8 tiles stay float8 in shared memory and are converted when they become
+// operands in registers. (Hopper's forward converts them in shared memory: sm90/forward_float8.cuh.) The scale of keys
+// is included in the scale of scores (ScoreRule), the scale of values in the final division of the output.
 #pragma once
 
 #include "attn/params.cuh"

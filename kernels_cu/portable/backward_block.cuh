@@ -91,7 +91,7 @@ using Walk = Either<kBlockMask, ListedWalk, Either<kSplit, SharedWalk, WholeWalk
 using Dq = DqShare<M, Element, kTileQ, kTileK, kPitch, kPitchP, (kDqByHalf ? kRoleWaves : kWaves)>;
 constexpr int kFirstDqWave = kDqByHalf ? kRoleWaves : 0;
 
-// What this kernel does of dbias for a tile: nothing, where another kernel makes dbias or it is not wanted.
+// Stands for BiasGradientTile where this kernel does nothing for dbias: another kernel makes it, or it is not wanted.
 struct NoBiasGradient {
   static constexpr bool kWrites = false;
   template <class... Args>

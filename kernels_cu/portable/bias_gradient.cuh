@@ -85,7 +85,7 @@ struct BiasGradientTile {
     }
     return both;
   }
-  // The same elements in natural units.
+  // All eight elements, in natural units and rounded to T.
   DEVICE static EightKeys scaled(const EightKeys& keys) {
     EightKeys natural = keys;
     if constexpr (config::kUnitShift != 0) {

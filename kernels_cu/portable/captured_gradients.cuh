@@ -10,7 +10,7 @@
 #include "portable/exact_sum.cuh"
 #include "target/target.cuh"
 
-// For kernels that compute none.
+// Stands for CapturedGradients in kernels that compute none.
 struct NoCapturedGradients {
   DEVICE NoCapturedGradients(const BackwardParams&, const ScoreRule&, int) {}
   template <class... T>
@@ -18,7 +18,7 @@ struct NoCapturedGradients {
   DEVICE void finish() {}
 };
 
-// Those of a wave's tiles of one query head; queries are rows.
+// The gradients of captured arrays that come of a wave's tiles of one query head. The rows of these tiles are queries.
 template <class C, int kRowBlocks, int kKeyBlocks, class Mod = config::ScoreMod>
 struct CapturedGradients {
   static constexpr int kPartials = Mod::kPartials;

@@ -110,7 +110,8 @@ static_assert(!kBiasByRows || !kFloat8, "those convert tiles of 8 bits");
 // Warps that load keys, and as many load values. Two where rows are copied, unless warps 2 and 3 copy a bias or convert
 // tiles of 8 bits.
 constexpr int kLoadWarps = kCopiesRows && !kBiasByRows && !kFloat8 ? 2 : 1;
-// Warps of the producer's warpgroup, beside the first one, that give work slots back.
+// Warps of the producer's warpgroup, beside the first one, that give work slots back once they have read them. (The
+// warp that reads masks of keys gives none back: it passes work on to the consumers.)
 constexpr int kWorkReadingWarps = kValuesApart + 2 * (kLoadWarps - 1) + kBiasWarps + kConverters;
 
 using Qk = ptx::Wgmma<Operand, kTileK>;
@@ -358,7 +359,7 @@ DEVICE TileSpan seen_of_item(const OwnKeys& own, const Keys& all, const TileSpan
     return {begin, seen.end < begin ? begin : seen.end < span.end ? seen.end : span.end};
   }
 }
-// Under a mask of keys, leaves out the tiles in front of the first kept key.
+// Under a mask of keys, leaves out the tiles in front of the first kept key: they are loaded, but not computed.
 DEVICE TileSpan kept_of_item(const TileSpan& seen, const WorkTile&) { return seen; }
 DEVICE TileSpan kept_of_item(TileSpan seen, const MaskedTile& work) {
   if constexpr (!kLeft) {  // else tiles in front of a window are left out, and numbers of tiles are shifted

@@ -30,7 +30,8 @@ struct Consumer {
         bias(s, tile_row(index * 64 + warp * 16), lane),
         slopes(s, index) {}
 
-  // With kPingPong: waits until this consumer may issue products, and lets the next consumer issue its own.
+  // With kPingPong, take_turn() waits until this consumer may issue products, and pass_turn() lets the next consumer
+  // issue its own.
   DEVICE void take_turn() const {
     if constexpr (kPingPong) ptx::barrier_sync(kTurn + index, 2 * kWarpgroup);
   }

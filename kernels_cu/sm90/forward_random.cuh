@@ -28,7 +28,9 @@ struct RandomWords : RandomTile<C, 1, kKeyBlocks> {
   }
 
  private:
-  // Generates these parts where this is called, beside products: see ptx/pin_computation.cuh.
+  // Generates these parts where this is called, beside products (ptx/pin_computation.cuh). The first pin keeps the
+  // arithmetic behind the products that are issued before it. The second one depends on all words, so that all of them
+  // are computed before the wait for the products.
   template <int kBegin, int kEnd>
   DEVICE void generate_here(const DropoutRule& rule, int first_row, int first_key, int lane) {
     ptx::pin_computation(first_key);

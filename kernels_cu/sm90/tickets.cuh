@@ -49,8 +49,9 @@ struct Tickets {
     }
     return ticket;
   }
-  // Tells the first block that this one has used its last ticket, so that its TicketBox may be written again. Called
-  // when the ticket's work has been found, not when the ticket was read, since the arrival orders no memory accesses.
+  // Tells the first block that this one is done with its latest ticket, so that its TicketBox may be written again.
+  // Called when the ticket's work has been found, not when the ticket was read, since the arrival orders no memory
+  // accesses.
   // It is also called for the first work, which needs no ticket: only then may the first ticket be sent.
   DEVICE void release_ticket() const {
     if constexpr (kCluster > 1) ptx::mbarrier_arrive_at(&box.empty, 0);

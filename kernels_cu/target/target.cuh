@@ -12,7 +12,7 @@
 //              wave_uniform(x)
 //   maths      exp2(x), log2(x), tanh(x), reciprocal(x) (a few bits less accurate), exp(x), log(x), sin(x), cos(x),
 //              sqrt(x), floor(x), fmod(x, y), pow(x, y)
-//   types      bits_of(x), float_of(bits), to_float(x), from_float<T>(x), float16_pairs(pairs, x)
+//   convert    bits_of(x), float_of(bits), to_float(x), from_float<T>(x), float16_pairs(pairs, x)
 //   sums       atomic_add(address, x), add_pairs(address, x), fetch_add(counter, x), fetch_add_acq_rel(counter, x),
 //              fetch_increment_deferred(counter)
 //   memory     prefetch(address), store_streaming(address, x), shared_address(pointer)

@@ -46,14 +46,14 @@ struct PageTable {
   int64 stride;      // in ids
   int64 page_count;  // of the array
   int last_entry;    // the index of the last id that may be read
-  int page_rows;     // of a page
+  int page_rows;     // rows of a page
   // For quotient() by page_rows. Where that is a power of two, shift is its logarithm.
   unsigned inverse;
   int shift;
   bool is_64bit;
 
   DEVICE int page_of_row(int row) const { return kPlain ? row >> shift : quotient(row, inverse, shift); }
-  // Which id is that of a row's page.
+  // The index of the id of a row's page, among the ids of the sequence.
   DEVICE int entry(int row) const {
     const int page = page_of_row(row);
     return page < last_entry ? page : last_entry;

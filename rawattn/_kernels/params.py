@@ -147,7 +147,11 @@ _SPLITS = _struct(
     "Splits",
     "How the keys of query tiles are split among blocks: in pieces (attn/splits.cuh), or in a line that is cut into parts "
     "(attn/schedule/line.cuh).",
-    ("unsigned*", "arrived", "by query tile: how many blocks are done; zero between launches"),
+    (
+        "unsigned*",
+        "arrived",
+        "how many blocks are done, by query tile; of a line, by block; zero between launches",
+    ),
     ("void*", "partials", "the partial results of blocks"),
     ("int", "count", "pieces of a query tile; of a line, 0 where it is cut into equal parts"),
     ("int", "least", "the fewest key tiles of a piece, or units of a part"),

@@ -58,7 +58,7 @@ struct Line {
   int parts;          // number of parts that the line is cut into
   int at, end;        // what is left of this block's part: units [at, end)
   int sequence;       // the sequence that has been entered: that of unit `at`, or one before it
-  int rank;           // the rank that has been entered in this sequence; likewise
+  int rank;           // the rank that has been entered in this sequence: that of unit `at`, or one before it
   int start;          // where this rank begins in the line
   Span q, k;          // of the sequence
   int rank_units;     // units of each rank of the sequence
@@ -192,8 +192,8 @@ struct Line {
 
   // Whether each rank of each sequence should rather be a part of its own. This compares estimated times, in units. A
   // part takes the time of its own units and that of the memory for all units, combined as below. Equal parts also take
-  // the time to merge what they leave of a query tile: merge_units, more where parts end within other query
-  // tiles. Beside more than kMost units that is little (docs/notes/decode.md). longest: the most units of a rank.
+  // the time to merge what they leave of a query tile: merge_units, which is larger where a part may end within another
+  // query tile. Beside more than kMost units that is little (docs/notes/decode.md). longest: the most units of a rank.
   DEVICE bool prefer_part_per_rank(int longest) const {
     constexpr int kMost = 16;
     const int streams = p.batch * p.splits.ranks;

@@ -38,7 +38,7 @@ DEVICE WorkTile find_deferred_tile(const ForwardParams& p, int64 index, int defe
 
 // A tile has kTileQ rows of each of kHeads neighbouring heads; work.head is the first of these. deferred: how many
 // tiles of each head come after those of all heads that are not deferred. They are the first ones of the head, and only
-// dense batches whose longest tile is the last (kLongestTileLast) keep any.
+// dense batches whose longest tile is the last (kLongestTileLast) defer any.
 template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, class Order>
 DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int deferred = 0) {
   if constexpr (!kRagged && kLongestTileLast) {

@@ -23,9 +23,10 @@
 #include "target/target.cuh"
 
 struct WorkItem : WorkTile {
-  TileSpan keys;     // key tiles of the item; as cut() leaves it, units of the query tile
-  bool whole;        // whether the item has all keys of the query tile
-  bool goes_on;      // whether the piece goes on in the next query tile. Of split query tiles only:
+  TileSpan keys;  // key tiles of the item; as cut() leaves it, units of the query tile
+  bool whole;     // whether the item has all keys of the query tile
+  bool goes_on;   // whether the piece goes on in the next query tile
+  // The rest is set for query tiles of the line only.
   int split_index;   // number of the query tile among those that are split
   int item;          // number of the item; the items of a query tile follow each other in the order of keys
   int start, units;  // where the query tile begins in the line, and its length there, in units
@@ -50,17 +51,17 @@ struct StreamLine {
   int64 whole;
   int tiles, piece, units;
 
-  // Of a dense batch: the host has computed it.
+  // The line of a dense batch, which the host has computed.
   template <int kTileQ, int kHeads>
   DEVICE static StreamLine of_dense(const ForwardParams& p, const StreamK& stream_k) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
     const int64 all = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ);
     return {all - stream_k.tiles, stream_k.tiles, stream_k.piece, stream_k.units};
   }
-  // Of a ragged batch: the line has the query tiles that remain after whole rounds of the grid, if its pieces are
+  // The line of a ragged batch. It has the query tiles that remain after whole rounds of the grid, if its pieces are
   // enough shorter than the first of these tiles. Otherwise, or if `index` is before all of them, it has no tiles.
-  // workers: that take work at the same time. key_tiles(n): key tiles of the query tile at index n. The host computes
-  // the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
+  // workers: how many blocks, or clusters, take work at the same time. key_tiles(n): key tiles of the query tile at
+  // index n. The host computes the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
   template <int kTileQ, int kHeads, class Order, class KeyTiles>
   DEVICE static StreamLine of_ragged(const ForwardParams& p, const Order& order, const StreamK& stream_k,
                                      unsigned workers, int64 index, const KeyTiles& key_tiles) {
