@@ -83,7 +83,7 @@ def array_advice(obj: object, name: str = "x") -> str:
 
 
 def _jax_advice(obj: Any, name: str) -> str:
-    """Of an array of JAX's that holds no values here, or not all of them."""
+    """Advice for a JAX array that is deleted, or spread over several devices; else ""."""
     if obj.is_deleted():
         return f"pass an array that JAX has not deleted: what {name} was donated to, as by donate_argnums, returns one"
     if len(obj.sharding.device_set) > 1:

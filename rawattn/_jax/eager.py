@@ -54,7 +54,7 @@ def attention(inputs: Sequence[Any], options: Options, return_lse: bool) -> Sequ
 def _are_on_gpus(array: Any) -> bool:
     try:
         return {device.platform for device in array.devices()} == {"gpu"}
-    except RuntimeError:  # of a deleted one: `import_array` says so, and names the argument
+    except RuntimeError:  # the array is deleted: `import_array` refuses it and names the argument
         return False
 
 

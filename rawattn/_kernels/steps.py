@@ -128,7 +128,7 @@ class Lists:
     A later run with the same bits may leave these launches out, where the scratch still holds what they wrote.
 
     sub_tasks: lists of a mask whose bits another launch makes, together with these lists. Each has the fields and addresses of
-    a `helper_params.KEPT_LISTS`.
+    a `KeptListsParams` (`helper_params`).
     """
 
     launches: tuple[Step, ...] = ()

@@ -152,7 +152,7 @@ def append_kv(
         Also check integers that are on the device, which waits for the device. Integers are always checked where all of them
         are on the host, or the call runs on the CPU.
     backend : "cuda" or "cpu", optional
-        Default: where the arrays are. NumPy arrays are computed on the host, since a GPU would need a copy of all pages at
+        Default: where the arrays are. On NumPy arrays the call runs on the CPU, since a GPU would need a copy of all pages at
         each call.
 
     Returns

@@ -5,9 +5,9 @@ A closure that launches the call again is kept in `closures_by_call`. The key is
 dtypes, device) and the names, values and types of the options as the caller wrote them. The next call with the same key
 runs that closure.
 
-Options that are arrays of the first array's type are read as that is. A `BlockMask` has a fast path too, if no other option
-holds arrays. Calls with other options that hold arrays (a `ScoreMod`), or that become numbers for kernels (a seed with
-dropout), always take the slow path.
+Options that are arrays, of the same type as the verb's own arrays, are read together with these. A `BlockMask` has a fast path
+too, if no other option holds arrays. Neither has one in a call with `seqs`. Calls with other options that hold arrays (a
+`ScoreMod`), or that become numbers for kernels (a seed with dropout), always take the slow path.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Plan:
     def _call_key(
         self, args: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The key of a call with ``into=`` in `_repeats`, and its arrays in that order, gradients to write last."""
+        """The key in `_repeats` of a call with ``into=``, and its arrays: by position, by name, then those of `into`."""
         written = self._outputs_to_write(None, named["into"])
         others = {name: x for name, x in named.items() if name != "into"}
         given = tuple(n for n, x in enumerate(written) if x is not None)

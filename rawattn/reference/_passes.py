@@ -81,7 +81,8 @@ def backward(
             # A row whose lse is -inf has probabilities 0: exp(s - inf) = 0.
             normaliser = np.where(lse[row] == -np.inf, dtype.type(np.inf), lse[row])[:, None]
             p = rounded(np.exp(rounded(s) - normaliser))
-            p = np.where(visible, p, dtype.type(0))  # of a row whose lse is NaN
+            # In a row whose lse is NaN, p is NaN for hidden keys too.
+            p = np.where(visible, p, dtype.type(0))
             keep = dropout_factor(call, block)
             dv[key] += _product((p * keep).T, visible.T, dout[row])
 

@@ -74,7 +74,7 @@ def _turns(
 def _heads_together(
     least: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], slots: int
 ) -> int:
-    """Kv heads of a section: the fewest, from `least` on, whose last block ends at most `_WORTH_IT` after the earliest end.
+    """Kv heads of a section: the fewest, from `least` on, with which all blocks end within `_WORTH_IT` of the earliest end.
 
     turns: as `_turns` says. slots: blocks that run at once.
     """

@@ -71,7 +71,7 @@ class KeptRows:
 class Mask:
     """A mask of kept keys of this shape, which the setup writes to "kept_bits" and "kept_keys".
 
-    lists: the lists of tiles to make, each with the fields and addresses of a `helper_params.KEPT_LISTS`.
+    lists: the lists of tiles to make, each with the fields and addresses of a `KeptListsParams` (`helper_params`).
     """
 
     shape: Shape

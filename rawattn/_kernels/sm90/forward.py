@@ -52,7 +52,7 @@ ALIGN_SEQLEN = 1024
 # calls that do more to scores (bias, ALiBi, mask, dropout), where the longest causal tile may take as long as two rounds.
 # Short sequences get the estimate whatever the number of tiles: those of up to _SHORT_SEQLEN query rows, or with a bias or
 # ALiBi of up to _SHORT_SCORED_SEQLEN where blocks may share an SM. Where they may not, _ONE_CONSUMER_SEQLEN rows and fewer do
-# not count as short: one consumer of 64 rows that has an SM to itself is slower than a tile of 192 rows.
+# not count as short: one consumer of 64 rows that has an SM to itself is slower than the usual, larger tile.
 _ROUNDS_ENOUGH_SCORED, _ROUNDS_ENOUGH_PLAIN = 2, 8
 _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _ONE_CONSUMER_SEQLEN = 512, 640, 64
 # The most query rows of a sequence under a mask whose blocks may share an SM.
