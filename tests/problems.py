@@ -1,7 +1,8 @@
-"""Shapes of a call and the `Problem` that it is, as a verb describes it."""
+"""Shapes of a call and the `Problem` that it is, as a verb describes it; one of many heads, and a GPU to choose kernels for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +10,7 @@ import numpy as np
 
 from rawattn._call.options import Options
 from rawattn._call.problem import Problem, describe
+from rawattn._kernels.target import without_device
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import FORWARD
 
@@ -17,6 +19,26 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # D 8, Dv 16, four query heads in groups of two.
 BATCH = {"q": (3, 5, 4, 8), "k": (3, 7, 2, 8), "v": (3, 7, 2, 16)}
 PACKED = {"q": (15, 4, 8), "k": (21, 2, 8), "v": (21, 2, 16)}
+H200 = replace(without_device("sm_90a"), multiprocessors=132)
+CALL_OF_MANY = Problem(
+    dtype="bfloat16",
+    batch=1,
+    nheads_q=71,
+    nheads_kv=1,
+    headdim=128,
+    headdim_v=128,
+    group=False,
+    rows_q=1,
+    rows_k=128,
+    max_seqlen_q=1,
+    max_seqlen_k=128,
+    ragged=False,
+    window_left=None,
+    window_right=0,
+    sink=0,
+    top_left=False,
+    scale=1.0,
+)
 
 
 def arrays(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float16) -> dict[str, np.ndarray]:

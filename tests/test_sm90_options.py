@@ -1,0 +1,135 @@
+"""What options change in Hopper's forward: heads that share a tile, what ALiBi adds along keys, masks of keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rawattn import ScoreMod
+from rawattn._call.options import ArrayForm
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import tile_heads
+from tests.problems import CALL_OF_MANY, H200
+
+
+@pytest.mark.parametrize(
+    ("group", "rows", "tile_rows", "heads", "interleaved"),
+    [
+        (4, 100, 128, 4, False),
+        (5, 100, 128, 5, True),
+        (5, 128, 128, 1, False),  # six tiles for five
+        (7, 4096, 192, 1, False),
+        (7, 20, 64, 7, True),
+        (8, 4, 64, 8, True),
+        (8, 4, 128, 8, False),
+        (8, 100, 192, 4, False),  # five for six are not worth it
+        (71, 1, 64, 1, False),
+    ],
+)
+def test_heads_of_a_tile(
+    group: int, rows: int, tile_rows: int, heads: int, interleaved: bool
+) -> None:
+    problem = replace(CALL_OF_MANY, nheads_q=group, rows_q=rows, max_seqlen_q=rows)
+    assert tile_heads.heads_per_tile(problem, tile_rows) == heads
+    assert tile_heads.interleaves(problem, tile_rows) == interleaved
+
+
+def test_heads_of_a_packed_batch() -> None:
+    """By what a sequence has on average: of few rows and one long chunk most tiles would be empty."""
+    problem = replace(CALL_OF_MANY, nheads_q=5, group=True, ragged=True, batch=32)
+    mixed = replace(problem, rows_q=512 + 31, max_seqlen_q=512)
+    alike = replace(problem, rows_q=512 * 32, max_seqlen_q=512)
+    padded = replace(mixed, group=False, rows_q=512)
+    for each, interleaved in ((mixed, True), (alike, False), (padded, False)):
+        assert tile_heads.interleaves(each, 128) == interleaved
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi_slopes": ArrayForm("float32", (5,), (5,))},
+        {"sink_logits": ArrayForm("float32", (5,), (5,))},
+        {"mask": ArrayForm("bool", (1, 1, 20, 128), (1, 1, 20, 128))},
+        {"bias": ArrayForm("bfloat16", (1, 1, 20, 128), (1, 1, 20, 128))},
+        {"dropout_p": 0.1},
+        {"float8": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_differs_from_head_to_head_is_not_interleaved(options: dict[str, Any]) -> None:
+    problem = replace(CALL_OF_MANY, nheads_q=5, rows_q=20, max_seqlen_q=20)
+    assert tile_heads.interleaves(problem, 128)
+    assert not tile_heads.interleaves(replace(problem, **options), 128)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "options"),
+    [
+        (True, {}),
+        (True, {"window_left": 50, "sink": 3}),
+        (True, {"window_right": None}),
+        (True, {"window_right": 20}),
+        (True, {"dropout_p": 0.1}),
+        (True, {"mask": ArrayForm("bool", (1, 1, 500, 500), (1, 1, 500, 500))}),
+        (True, {"headdim": 128}),
+        (False, {"headdim": 136}),
+        (False, {"headdim": 192, "window_right": None}),
+        (True, {"headdim": 96, "bias": ArrayForm("bfloat16", (1, 1, 500, 500), (1, 1, 500, 500))}),
+        (
+            False,
+            {"headdim": 128, "bias": ArrayForm("bfloat16", (1, 1, 500, 500), (1, 1, 500, 500))},
+        ),
+        (False, {"score_mod": ScoreMod("2 * score").text}),
+        (False, {"softcap": 30.0}),
+        (False, {"softcap": 30.0, "window_right": None}),
+        (False, {"scale": -0.1}),
+        (False, {"scale": 1e-25}),
+        (False, {"alibi_slopes": None}),
+    ],
+    ids=str,
+)
+def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None:
+    """A step of the products, where scores are products but for the scale, and that pays."""
+    problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
+    problem = replace(problem, rows_k=500, max_seqlen_k=500, window_right=0, headdim=64)
+    problem = replace(problem, alibi_slopes=ArrayForm("float32", (4,), (4,)))
+    operands = Operands(
+        option_strides={"bias": (500_000, 500_000, 1000, 2)}, alignments={"bias": 0}
+    )
+    config = sm90_forward.choose(replace(problem, **options), H200, operands)
+    assert config.ramp == ramp
+    # Addends of both sides, which have no bound by rows, must be there before scores are compared.
+    assert not config.late_scaling or ramp or config.one_sided or not config.alibi
+
+
+@pytest.mark.parametrize(
+    ("as_it_comes", "shape", "options"),
+    [
+        (True, (2, 1, 1, 500), {}),
+        (True, (1, 1, 1, 500), {"window_right": None, "window_left": 50}),
+        (False, (2, 1, 1, 1), {}),
+        (False, (2, 4, 1, 500), {}),
+        (False, (2, 1, 500, 500), {}),
+        (False, (2, 1, 1, 2000), {"rows_k": 2000, "max_seqlen_k": 2000}),
+        (False, (2, 1, 1, 500), {"ragged": True}),
+        (False, (2, 1, 1, 500), {"softcap": 30.0}),
+        (True, (2, 1, 1, 500), {"headdim": 192, "window_left": 50}),
+        (False, (2, 1, 1, 500), {"headdim": 200, "window_left": 50}),
+        (False, (2, 1, 1, 500), {"headdim_v": 256, "window_left": 50}),
+    ],
+    ids=str,
+)
+def test_masks_of_keys(as_it_comes: bool, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Bools of few keys are read by the forward itself: its tiles are those of a call without a mask."""
+    problem = replace(CALL_OF_MANY, batch=2, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
+    problem = replace(replace(problem, rows_k=500, max_seqlen_k=500), **options)
+    masked = replace(problem, mask=ArrayForm("bool", shape, shape))
+    config = sm90_forward.choose(masked, H200, Operands())
+    assert (config.key_mask, config.block_mask) == (as_it_comes, not as_it_comes)
+    if as_it_comes:
+        assert replace(config, key_mask=False) == sm90_forward.choose(problem, H200, Operands())
+    strided = replace(problem, mask=ArrayForm("bool", shape, shape, dense=False))
+    assert not sm90_forward.choose(strided, H200, Operands()).key_mask

@@ -1,0 +1,313 @@
+"""Tiles that Hopper's kernels take: which leave no multiprocessor idle, what fits beside each other, how long they take."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import SeqLayout
+from rawattn._call.options import ArrayForm
+from rawattn._call.pages import PageForm
+from rawattn._call.problem import Problem, describe
+from rawattn._kernels import registry, tile_tables
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.selection import using_tiles
+from rawattn._kernels.sm90 import decode as sm90_decode
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import forward_config as sm90_forward_config
+from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
+from rawattn._kernels.sm90 import time_estimate
+from rawattn._kernels.variants import strides_of_pages
+from tests.problems import CALL_OF_MANY, H200
+
+NO_OPERANDS = Operands()
+
+
+def test_slopes_of_long_sequences_have_rows_of_their_own() -> None:
+    slopes = ArrayForm("float32", (4,), (4,))
+    problem = replace(
+        CALL_OF_MANY, nheads_q=4, nheads_kv=4, headdim=64, headdim_v=64, window_right=0
+    )
+    for keys, tile in ((8191, (256, 64)), (8192, (192, 128))):
+        sizes = {"rows_q": keys, "rows_k": keys, "max_seqlen_q": keys, "max_seqlen_k": keys}
+        long = replace(problem, alibi_slopes=slopes, batch=40, **sizes)
+        config = sm90_forward.choose(long, H200, Operands())
+        assert (config.tile_rows, config.tile_k) == tile
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "batch", "heads", "headdim", "shape"),
+    [
+        (1, 1000, 16, (32, 8), 64, (8, 1)),  # a block for each stream of keys, and some are left
+        (1, 1000, 17, (32, 8), 64, (4, 2)),  # two on a multiprocessor
+        (1, 1600, 17, (32, 8), 64, (8, 1)),
+        (1, 700, 40, (32, 8), 64, (4, 2)),
+        (1, 800, 40, (32, 8), 64, (8, 1)),
+    ],
+)
+def test_blocks_of_short_sequences(
+    rows: int, keys: int, batch: int, heads: tuple[int, int], headdim: int, shape: tuple[int, int]
+) -> None:
+    shapes = (batch, rows, heads[0], headdim), (batch, keys, heads[1], headdim)
+    q, k = (np.broadcast_to(np.zeros((), np.float16), each) for each in shapes)
+    problem, _ = describe(q, k, k)
+    config = sm90_decode.choose(problem, H200, Operands())
+    assert (config.waves, config.blocks_per_sm) == shape
+
+
+def tile(
+    batch: int,
+    rows: int,
+    keys: int,
+    heads: tuple[int, int],
+    headdim: int,
+    causal: bool,
+    page_size: int = 0,
+    operands: Operands = NO_OPERANDS,
+    **scores: Any,
+) -> str:
+    """Consumers and keys of the tile that a call on an H200 takes, and how many of them share a multiprocessor."""
+    pages = -(-keys // page_size) if page_size else 0
+    form = PageForm(page_size, batch * pages, pages, False, "int32") if page_size else None
+    problem = Problem(
+        **{"dtype": "bfloat16", "batch": batch, "nheads_q": heads[0], "nheads_kv": heads[1]},
+        **{
+            "headdim": headdim,
+            "headdim_v": headdim,
+            "group": False,
+            "rows_q": rows,
+            "rows_k": keys,
+        },
+        **{"max_seqlen_q": rows, "max_seqlen_k": keys, "ragged": bool(page_size)},
+        **{"window_left": None, "window_right": 0 if causal else None, "sink": 0},
+        **{"top_left": False, "scale": 1.0, "pages": form},
+        **scores,
+    )
+    if form is not None:
+        operands = replace(operands, strides=strides_of_pages(problem))
+    assert sm90_forward.supports(problem, H200, operands) is None
+    config = sm90_forward.choose(problem, H200, operands)
+    blocks = f"{config.blocks_per_sm} blocks " if config.blocks_per_sm > 1 else ""
+    return f"{blocks}{config.consumers} x {config.tile_k}" + ", shared" * config.stream_k
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        # Chunks on cached keys: whole rounds of smaller tiles, or what is left of rounds shared out by keys.
+        ((1, 256, 8448, (32, 8), 128, True), "2 x 128, shared"),
+        ((1, 512, 33280, (32, 8), 128, True), "3 x 80, shared"),
+        ((8, 512, 8704, (32, 8), 128, True, 16), "3 x 80, shared"),
+        ((1, 2048, 10240, (32, 8), 128, True, 16), "3 x 80, shared"),
+        ((1, 512, 8704, (32, 8), 128, True), "2 x 128"),
+        ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
+        ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),
+        ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
+        # Few rows on some thousand keys: tiles that would leave most of the machine idle are shared out whatever their number.
+        ((1, 40, 4771, (16, 2), 128, False), "1 x 128, shared"),
+        ((2, 76, 6813, (8, 8), 256, False), "1 x 64, shared"),
+        ((1, 64, 4096, (32, 8), 64, True, 16), "1 x 128, shared"),
+        ((1, 16, 32768, (64, 8), 256, True, 16), "1 x 64, shared"),
+        ((64, 16, 2048, (32, 8), 128, True, 16), "1 x 128"),
+        # Their pieces would read other keys than those of their neighbours at any time, more than the L2 cache holds.
+        ((8, 100, 16384, (16, 2), 128, False), "2 x 128"),
+        # Short sequences, which would leave consumers without rows, or key tiles without keys.
+        ((128, 128, 128, (16, 16), 64, False), "2 blocks 2 x 48"),
+        ((2, 4096, 77, (10, 10), 64, False), "2 blocks 2 x 48"),
+        ((32, 257, 257, (16, 16), 64, False), "2 blocks 2 x 48"),
+        ((64, 197, 197, (12, 12), 64, False), "2 blocks 2 x 48"),
+        ((16, 512, 512, (16, 16), 64, False), "4 x 64"),
+        ((64, 128, 128, (16, 16), 128, False), "2 x 128"),
+        ((4, 1024, 80, (16, 16), 128, False), "3 x 80"),
+        ((32, 197, 197, (16, 16), 96, True), "2 blocks 2 x 32"),
+        ((32, 256, 256, (16, 16), 96, False), "2 x 128"),
+        ((64, 197, 197, (16, 16), 128, True), "2 blocks 1 x 64"),
+        ((4, 128, 128, (8, 8), 192, False), "1 x 64"),
+        ((2, 1024, 1024, (20, 20), 64, False), "3 x 128"),
+        # What fills the machine keeps the tables' first rows.
+        ((16, 1024, 1024, (16, 16), 128, True), "3 x 64"),
+        ((4, 4096, 4096, (16, 16), 128, True), "3 x 64"),
+        ((4, 4096, 4096, (32, 32), 64, False), "4 x 64"),
+        ((1, 16384, 16384, (16, 16), 128, True), "3 x 80"),
+        ((4, 4096, 4096, (8, 8), 256, True), "2 x 64"),
+    ],
+    ids=str,
+)
+def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> None:
+    """The fastest of those measured, or within a tenth of it (docs/notes/hopper-forward.md)."""
+    assert tile(*call) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "headdim", "causal", "expected"),
+    [
+        (4096, (2, 1), 64, True, "2 x 128, shared"),
+        (16384, (2, 1), 64, True, "3 x 64, shared"),
+        # The longest tile of three consumers would take longer than all tiles of two do.
+        (8192, (4, 4), 128, True, "2 x 128"),
+        (4096, (8, 8), 128, False, "2 x 128"),
+        (2048, (16, 16), 64, True, "3 x 64"),
+        (16384, (16, 16), 128, True, "3 x 64"),
+    ],
+)
+def test_few_tiles_beside_a_bias(
+    rows: int, heads: tuple[int, int], headdim: int, causal: bool, expected: str
+) -> None:
+    shape = (1, 1, rows, rows)
+    operands = Operands(option_strides={"bias": (0, 0, 2 * rows, 2)}, alignments={"bias": 0})
+    bias = ArrayForm("bfloat16", shape, shape)
+    found = tile(1, rows, rows, heads, headdim, causal, operands=operands, bias=bias)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("batch", "rows", "headdim"), [(64, 128, 64), (64, 197, 128)])
+def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) -> None:
+    """They fit beside each other, and are for calls that do no more to scores than to scale them."""
+    q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 16, headdim))
+
+    def chosen(**scores: Any) -> sm90_forward_config.Config:
+        problem = replace(describe(q, q, q, causal=True)[0], **scores)
+        return sm90_forward.choose(problem, H200, Operands())
+
+    config = chosen()
+    assert config.blocks_per_sm > 1
+    registers = config.producer_registers + config.consumers * config.consumer_registers
+    assert config.producer_registers >= 24
+    assert 128 * registers * config.blocks_per_sm <= 1 << 16
+    # Of 228 KiB, the system keeps one for each block.
+    assert (config.shared_bytes + 1024) * config.blocks_per_sm <= 228 << 10
+    for scores in ({"softcap": 30.0}, {"window_left": 5}, {"dropout_p": 0.1}):
+        assert chosen(**scores).blocks_per_sm == 1, scores
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_short_sequences_of_padded_batches_and_under_masks(mask: bool) -> None:
+    """They have smaller tiles than long ones, as calls with neither do."""
+
+    def rows_of_tile(batch: int, rows: int) -> int:
+        q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 8, 64))
+        lengths = SeqLayout(seqlen_q=[rows] * batch, seqlen_k=[rows] * batch)
+        options = {"mask": np.ones((batch, 1, 1, rows), bool)} if mask else {"seqs": lengths}
+        problem, _ = describe(q, q, q, **options)
+        return sm90_forward.choose(problem, H200, Operands()).tile_rows
+
+    assert rows_of_tile(64, 49) == 64
+    assert rows_of_tile(64, 2000) >= 128
+
+
+def test_room_for_the_next_queries() -> None:
+    """A second slot wherever it leaves each block of a multiprocessor its room, of every row of the tables."""
+    tables = tile_tables.SCHEMAS[sm90_forward.TILES].tables
+    taken: dict[int, set[int]] = {}
+    for table in tables:
+        for row in tile_tables.table(sm90_forward.TILES, table):
+            values = 128 if table == "narrow_values" else row.headdim
+            q, v = (
+                np.broadcast_to(np.float16(0), (1, 512, 2, wide)) for wide in (row.headdim, values)
+            )
+            with ExitStack() as stack:
+                for each in tables:
+                    stack.enter_context(using_tiles(sm90_forward.TILES, each, [row]))
+                config = sm90_forward.choose(describe(q, q, v)[0], H200, Operands())
+            slot = config.tile_rows * 128 * -(-row.headdim // 64)
+            # Of 228 KiB, the system keeps one for each block.
+            room = (228 << 10) // config.blocks_per_sm - 1024
+            assert config.shared_bytes <= room, row
+            assert config.query_slots == 2 or config.shared_bytes + slot > room, row
+            taken.setdefault(row.headdim, set()).add(config.query_slots)
+    assert 2 in taken[64]
+    assert 1 in taken[256]
+
+
+def test_blocks_that_share_a_multiprocessor() -> None:
+    """Each takes longer, all together less long."""
+    q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 64)) for n in (256, 4096))
+    problem, _ = describe(q, k, k)
+    fields = {"consumers": 1, "tile_k": 64}  # 8 tiles
+    alone = time_estimate.duration(problem, 8, fields, 1)
+    assert alone < time_estimate.duration(problem, 4, fields, 1, 2) < 2 * alone
+    assert alone == time_estimate.duration(problem, 8, fields, 1, 2)  # each has one to itself
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout_p": 0.1}, {"mask": ArrayForm("bool", (1, 1, 300, 9000), (1, 1, 300, 9000))}],
+    ids=("plain", "dropout", "mask"),
+)
+def test_pages_of_8_bits_have_room(options: dict[str, Any]) -> None:
+    """At every head dim, beside what they become. The table for them is as it will be compiled."""
+    form = PageForm(16, 9000, 600, False, "int32")
+    for dims in itertools.product((16, 64, 96, 128, 192, 256), repeat=2):
+        problem = Problem(
+            **{"dtype": "bfloat16", "batch": 8, "nheads_q": 32, "nheads_kv": 8, "group": False},
+            **dict(zip(("headdim", "headdim_v"), dims, strict=True)),
+            **{"rows_q": 300, "rows_k": 9600, "max_seqlen_q": 300, "max_seqlen_k": 9000},
+            **{"ragged": True, "window_left": None, "window_right": 0, "sink": 0},
+            **{"top_left": False, "scale": 1.0, "pages": form, "float8": True, **options},
+        )
+        assert registry.choose("paged_attention", problem, H200, Operands()).name == "sm90"
+        config = sm90_forward.choose(problem, H200, Operands())
+        assert config.shared_bytes <= H200.shared_limit
+        assert config.float8
+        assert config.tile_k % config.page_rows == 0
+        if not options and config.consumers == row_of(dims)["consumers"]:
+            assert config.tile_k == row_of(dims)["tile_k"]
+            assert config.stages == row_of(dims)["stages"]
+
+
+def row_of(dims: tuple[int, int]) -> dict[str, Any]:
+    rows = tile_tables.table(sm90_forward.TILES, "paged_8bit")
+    return next(row.fields for row in rows if max(dims) <= row.headdim)
+
+
+def test_a_longer_call_takes_longer() -> None:
+    """And an idle machine no less than its longest tile."""
+    fields = {"consumers": 2, "tile_k": 128}
+    q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 128)) for n in (256, 4096))
+    problem, _ = describe(q, k, k)
+    alone = time_estimate.duration(problem, 132, fields, 1)
+    assert alone == time_estimate.duration(problem, 4, fields, 1) == 4096 + 240
+    assert time_estimate.duration(problem, 2, fields, 1) == 2 * alone
+    assert time_estimate.duration(problem, 3, fields, 1) == 2 * alone
+    causal, _ = describe(q, k, k, causal=True)
+    assert alone < time_estimate.duration(causal, 2, fields, 1) <= 2 * alone
+
+
+def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
+    """Of new rows on many cached keys all are about as long: kept ones would only read the keys twice."""
+
+    def kept(rows: int, keys: int) -> int:
+        q, k = (np.broadcast_to(np.float16(0), (8, n, 8, 128)) for n in (rows, keys))
+        problem, _ = describe(q, k, k, causal=True)
+        config = sm90_forward.choose(problem, H200, Operands())
+        return sm90_forward_steps.kept_tiles(problem, config, 132)
+
+    assert 0 < kept(2048, 4096) < kept(2048, 2048) < -(-2048 // 192)
+    assert kept(2048, 10240) == kept(256, 8448) == 0
+
+
+def test_tiles_of_packed_batches() -> None:
+    """Others than the usual where sequences of the mean length are sooner done by them, not by the bound alone."""
+
+    def consumers(*lengths: int, nheads: int = 4) -> int:
+        q = np.broadcast_to(np.float16(0), (sum(lengths), nheads, 128))
+        seqs = SeqLayout.from_lengths(lengths, lengths)
+        problem, _ = describe(q, q, q, seqs=seqs, causal=True)
+        return sm90_forward.choose(problem, H200, Operands()).consumers
+
+    usual = consumers(*[4000] * 8)
+    assert consumers(3000) < usual
+    assert consumers(300, 300, 300, 300, nheads=16) == usual
+
+
+def test_no_queries() -> None:
+    """Lengths on the host may be 0 where arrays have rows."""
+    for keys in (40, sm90_forward.STREAM_K_ALWAYS_KEYS):
+        q, k = (np.broadcast_to(np.float16(0), (1, rows, 4, 128)) for rows in (38, keys))
+        problem, _ = describe(q, k, k, causal=True, seqs=SeqLayout(seqlen_q=[0]))
+        assert not sm90_forward.choose(problem, H200, Operands()).stream_k

@@ -1,0 +1,54 @@
+"""Which variants are compiled ahead of time: those that calls take, and none that no call does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn._call.problem import describe
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.target import without_device
+from rawattn._kernels.variants import common_variants
+
+
+def test_pages_are_never_copied() -> None:
+    """Of head dims that rows alone, not pages, are listed with: the copies of these and no others."""
+    every = common_variants("sm_90a", every=True)
+    copies = {x.summary for x in every if x.summary.startswith("portable align_rows")}
+    dims = ("D=36 8B", "D=34 4B", "D=7 2B")
+    assert copies == {f"portable align_rows 16bit {each}" for each in dims}
+
+
+@pytest.mark.parametrize("headdim", [64, 96, 128])
+def test_backwards_of_few_rows_and_of_many(headdim: int) -> None:
+    """Small tiles where a GPU runs several blocks of them at once; those that are usual are compiled ahead of time too."""
+
+    def chosen(arch: str, rows: int, keys: int, **options: Any) -> str:
+        q, k = (np.broadcast_to(np.float16(0), (2, n, 4, headdim)) for n in (rows, keys))
+        problem, _ = describe(q, k, k, **options)
+        config = portable_backward.choose(problem, without_device(arch), Operands())
+        return f"{config.tile_q}x{config.tile_k}"
+
+    many = chosen("sm_90a", 2048, 2048)
+    assert many == ("128x128" if headdim == 64 else "64x128")
+    assert chosen("sm_90a", 60, 60) == chosen("sm_90a", 5000, 60) == "32x64"
+    assert chosen("sm_90a", 60, 100) == many  # all keys in one tile
+    assert chosen("sm_90a", 60, 2000) == "32x64"
+    assert chosen("sm_90a", 60, 60, softcap=3.0, dropout_p=0.1, seed=1) != "32x64"
+    assert chosen("sm_89", 60, 2000) == chosen("sm_89", 2048, 2048)
+    ahead = {source.summary for source in common_variants("sm_90a", purpose="training")}
+    everywhere = (many, f"{many} lone", "32x64 lone")
+    for tile, ragged in (*itertools.product(everywhere, (False, True)), ("32x64", True)):
+        shape, *lone = tile.split()
+        assert any(
+            f"portable backward float16 D={headdim} {shape} " in each
+            and ("one-key-tile" in each) == bool(lone)
+            and (" ragged" in each) == ragged
+            for each in ahead
+        ), (tile, ragged)
+    for kernel in ("backward_prepare", "backward_setup"):
+        assert any(f"portable {kernel} float16 D={headdim},{headdim} " in each for each in ahead)
