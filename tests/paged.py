@@ -224,3 +224,32 @@ def verify(call: Paged, out: Array, lse: Array, **options: Any) -> None:
     check_lse(by_row[rows], exact_lse, tuple(low_lse))
     assert not np.any(out[~rows].astype(np.float32)), "padding rows of out are not 0"
     assert np.all(by_row[~rows] == -np.inf), "padding rows of lse are not -inf"
+
+
+def normal(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+# Of scores, for up to three sequences of up to 9 rows and 160 keys.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": normal(3, 4, 9, 160, dtype=BFLOAT16)},
+    "bias-of-keys": {"bias": normal(1, 160)},
+    "mask": {"mask": normal(3, 1, 9, 150) > -0.5},
+    "alibi": {"alibi_slopes": np.abs(normal(3, 4)), "causal": True},
+    "softcap": {"softcap": 1.5, "scale": 1.0},
+    "sinks": {"sink_logits": normal(4)},
+    "dropout": {"dropout_p": 0.3, "seed": 11},
+    "score_mod": {"score_mod": rawattn.ScoreMod("where(kv_idx % 3 == 1, -inf, score - batch)")},
+}
+
+
+def two_sequences() -> dict[str, Any]:
+    """The arrays of a call, by name: 40 and 20 keys in pages of 16."""
+    pool = normal(8, 16, 2, 8)
+    return {
+        "q": normal(2, 3, 4, 8),
+        "k_pages": pool,
+        "v_pages": pool.copy(),
+        "block_table": np.array([[0, 1, 2, -1], [3, 4, -1, -1]]),
+        "seqlen_k": np.array([40, 20]),
+    }

@@ -15,9 +15,8 @@ from rawattn._call import scales
 from rawattn._interop import arrays, dlpack
 from tests import exhaustive
 from tests.append import appended
-from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
+from tests.paged import BFLOAT16, FLOAT8, OPTIONS, Paged, paged, verify
 from tests.random_pages import random_pages
-from tests.test_paged import OPTIONS
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (70, 3, 0, 129)

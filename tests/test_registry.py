@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rawattn._call.options import ArrayForm
-from rawattn._call.problem import describe
+from rawattn._call.pages import PageForm
+from rawattn._call.problem import Problem, describe
 from rawattn._kernels import registry
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import forward as sm90_forward
@@ -137,3 +139,40 @@ def test_few_rows_whose_scores_change(
     }
     problem = replace(problem, **{name: options[name]})
     assert registry.choose("attention", problem, H200, Operands()).name == family
+
+
+def family_of(
+    batch: int, rows: int, keys: int, page_size: int, num_pages: int = 4096, **changed: Any
+) -> str:
+    """Of a call on pages."""
+    pages = PageForm(page_size, num_pages, -(-keys // page_size), False, "int32")
+    fields: dict[str, Any] = {
+        **{"dtype": "bfloat16", "batch": batch, "nheads_q": 32, "nheads_kv": 8, "headdim": 128},
+        **{"headdim_v": 128, "group": False, "rows_q": rows, "rows_k": keys, "max_seqlen_q": rows},
+        **{"max_seqlen_k": keys, "ragged": True, "window_left": None, "window_right": 0, "sink": 0},
+        **{"top_left": False, "scale": 1.0, "pages": pages, **changed},
+    }
+    problem = Problem(**fields)
+    row = 32 * 128 * 2
+    strides = {"q": (rows * row, row, 256, 2), "k_pages": (page_size * row // 4, row // 4, 256, 2)}
+    operands = Operands({**strides, "v_pages": strides["k_pages"], "out": strides["q"]})
+    return registry.choose("paged_attention", problem, H200, operands).name
+
+
+def test_which_kernels_read_pages() -> None:
+    assert family_of(64, 1, 8192, 16) == "decode"
+    assert family_of(8, 512, 8192, 16) == "sm90"
+    assert family_of(8, 512, 8192, 1000) == "sm90"
+    assert family_of(8, 512, 8192, 16, dtype="float32") == "portable"
+    # A box would end within a page: rows are copied.
+    assert family_of(8, 512, 8192, 12) == "sm90"
+    assert family_of(8, 512, 8192, 1) == "sm90"
+    # They begin at numbers of 32 bits, of 16 bytes.
+    assert family_of(8, 512, 8192, 1, num_pages=2**25) == "sm90"
+    assert family_of(8, 512, 8192, 1, num_pages=2**26) == "portable"
+    assert family_of(8, 512, 8192, 16, num_pages=2**26) == "sm90"
+    # Tiles that leave most of the GPU idle: of many keys they are shared out.
+    assert family_of(1, 256, 32768, 16) == "sm90"
+    assert family_of(1, 64, 32768, 16) == "sm90"
+    assert family_of(1, 64, 1000, 16) == "sm90"
+    assert family_of(8, 512, 8192, 16, num_splits=2) == "portable"
