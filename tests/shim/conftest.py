@@ -30,6 +30,7 @@ _STEPS = {
             *(
                 "append",
                 "backward_parts",
+                "bias_backward",
                 "decode",
                 "decode_mask",
                 "float8",

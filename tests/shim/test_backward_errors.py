@@ -9,7 +9,7 @@ import pytest
 
 from rawattn import reference
 from tests.shim.device import MakeDevice
-from tests.shim.test_scores import BFLOAT16, normal
+from tests.shim.score_calls import BFLOAT16, normal
 from tests.shim.whole import run_backward
 
 # A change of these kernels runs on a GPU before it lands.

@@ -13,7 +13,7 @@ from rawattn import SeqLayout
 from rawattn._call.layout import Lengths
 from tests import exhaustive
 from tests.shim.device import ATTRIBUTES, MakeDevice
-from tests.shim.test_scores import BFLOAT16, normal
+from tests.shim.score_calls import BFLOAT16, normal
 from tests.shim.whole import run_backward, small_tiles, verify_backward
 
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)

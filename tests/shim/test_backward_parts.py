@@ -22,8 +22,8 @@ from rawattn._kernels.target import without_device
 from tests import exhaustive
 from tests.memory import CANARY
 from tests.shim.device import MakeDevice
+from tests.shim.score_calls import BFLOAT16, arrays, normal
 from tests.shim.test_mask_calls import blocky
-from tests.shim.test_scores import BFLOAT16, arrays, normal
 from tests.shim.whole import logical_rows, run_backward, small_tiles, verify_backward
 
 PARTS = "rawattn_backward_parts"

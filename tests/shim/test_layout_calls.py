@@ -20,7 +20,7 @@ from rawattn._kernels.sm90.forward_config import MOST_ORDERED
 from rawattn._verbs import fast_path
 from tests.shim.device import MakeDevice
 from tests.shim.on_device import Put
-from tests.shim.test_scores import BFLOAT16, normal
+from tests.shim.score_calls import BFLOAT16, normal
 from tests.shim.whole import small_tiles
 
 

@@ -17,8 +17,8 @@ from rawattn._runtime import calls
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import FORWARD
 from tests.shim.device import Allocator, MakeDevice
+from tests.shim.score_calls import BFLOAT16, normal
 from tests.shim.shim import POISON
-from tests.shim.test_scores import BFLOAT16, normal
 from tests.shim.whole import InMemory, _lengths_on, verify_forward
 
 SETUP, CARRYING = "rawattn_ragged_setup", "rawattn_carrying_setup"

@@ -12,7 +12,7 @@ from rawattn import ScoreMod
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from tests import exhaustive
 from tests.shim.device import MakeDevice
-from tests.shim.test_scores import arrays as small_arrays
+from tests.shim.score_calls import arrays as small_arrays
 from tests.shim.test_sm90_bias import BFLOAT16, arrays
 from tests.shim.test_sm90_scores import SHAPES, SLOPES
 from tests.shim.whole import small_tiles, verify_backward, verify_forward

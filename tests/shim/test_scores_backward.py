@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import pytest
 import rawattn
 from rawattn import Gradients, ScoreMod
 from tests import exhaustive
-from tests.shim.device import Device
-from tests.shim.test_scores import (
+from tests.shim.device import MakeDevice
+from tests.shim.score_calls import (
     BFLOAT16,
     DTYPES,
     OPTIONS,
@@ -26,8 +25,6 @@ from tests.shim.test_scores import (
     option,
 )
 from tests.shim.whole import small_tiles, verify_backward
-
-MakeDevice = Callable[..., Device]
 
 CASES = [
     pytest.param(
@@ -137,32 +134,6 @@ def test_captured_gradients_of_ragged_batches(machine: MakeDevice) -> None:
             verify_backward(machine(), "portable", q, k, v, on_device=on_device, **options)
 
 
-BROADCASTS = list(itertools.product((1, 2, 4), (1, 2), (1, 45), (1, 75)))
-
-
-@pytest.mark.parametrize(
-    ("heads", "batch", "rows", "keys"), exhaustive.thin(BROADCASTS, 10), ids=str
-)
-def test_dbias_of_every_broadcast(
-    machine: MakeDevice, heads: int, batch: int, rows: int, keys: int
-) -> None:
-    """Of float32, so that what is rounded on the way shows."""
-    bias = normal(batch, heads, rows, keys)
-    causal = (heads + batch + rows) % 2 == 0
-    with small_tiles():
-        verify_backward(machine(), "portable", *arrays(), bias=bias, causal=causal)
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 45, 75), (2, 4, 1, 1), (4, 45, 75)])
-def test_dbias_is_the_same_bits(machine: MakeDevice, shape: tuple[int, ...]) -> None:
-    bias = normal(*shape, dtype=BFLOAT16)
-    with small_tiles():
-        first, second = (
-            verify_backward(machine(), "portable", *arrays(), bias=bias).dbias for _ in range(2)
-        )
-    np.testing.assert_array_equal(first.view(np.uint16), second.view(np.uint16))
-
-
 def test_gradients_of_options_in_arrays_of_the_caller(machine: MakeDevice) -> None:
     into = Gradients(
         dbias=np.empty((2, 4, 90, 80), BFLOAT16)[:, ::-1, ::2, :75],
@@ -178,15 +149,6 @@ def test_gradients_of_options_in_arrays_of_the_caller(machine: MakeDevice) -> No
             sink_logits=np.array([0.5, -np.inf, 3, -1], np.float16),
             into=into,
         )
-
-
-def test_a_bias_whose_gradient_is_not_wanted(machine: MakeDevice) -> None:
-    device = machine()
-    with small_tiles():
-        bias = normal(1, 1, 45, 75)
-        gradients = verify_backward(device, "portable", *arrays(), bias=bias, want_dbias=False)
-    assert gradients.dbias is None
-    assert "rawattn_backward_bias" not in device.launched
 
 
 @pytest.mark.parametrize(
@@ -278,144 +240,3 @@ def test_backward_of_a_padded_batch(
             window=(11, None),
             on_device=on_device,
         )
-
-
-@pytest.mark.parametrize("keys", [72, 69])
-@pytest.mark.parametrize(
-    ("batches", "heads", "wave", "dtype", "window"),
-    exhaustive.thin([
-        (2, 4, 32, BFLOAT16, None),
-        (2, 4, 64, DTYPES[0], (20, 3)),
-        (2, 2, 32, BFLOAT16, (None, 0)),
-        (2, 2, 64, BFLOAT16, (5, 5)),
-        (1, 4, 32, DTYPES[0], (None, 0)),
-        (2, 1, 32, BFLOAT16, (9, 40)),
-        (1, 1, 64, BFLOAT16, (None, 0)),
-    ], 3),
-    ids=str,
-)  # fmt: skip
-def test_dbias_by_the_main_kernel(
-    machine: MakeDevice,
-    batches: int,
-    heads: int,
-    wave: int,
-    dtype: Any,
-    window: tuple[int | None, int] | None,
-    keys: int,
-) -> None:
-    """Of every head, of the two heads of a group, and as float32 sums; in rows of any length."""
-    bias = normal(batches, heads, 45, keys, dtype=dtype)
-    device = machine(wave)
-    waves = (1, 2) if window is None or window[0] is None else (2, 1)  # of keys and columns
-    with small_tiles(portable_backward=(32, 32, *waves, 2, 1, 1, False)):
-        verify_backward(
-            device,
-            "portable",
-            *arrays(dtype, rows=(45, keys)),
-            bias=bias,
-            window=window,
-            dropout_p=0.1,
-            seed=3,
-        )
-    assert "rawattn_backward_bias" not in device.launched
-    apart = heads == 1 or batches == 1 or keys % 8 > 0
-    assert ("rawattn_backward_bias_rows" in device.launched) == apart
-
-
-@pytest.mark.parametrize(
-    ("nheads", "heads", "window", "wave", "keys"),
-    exhaustive.thin(
-        (
-            (*heads, window, wave, keys)
-            for heads in (((4, 1), 1), ((8, 2), 2), ((8, 2), 1), ((6, 2), 2))
-            for window in (None, (None, 0), (20, 3))
-            for wave in (32, 64)
-            for keys in (72, 67)
-        ),
-        13,
-    ),
-    ids=str,
-)
-def test_dbias_of_heads_by_twos(
-    machine: MakeDevice,
-    nheads: tuple[int, int],
-    heads: int,
-    window: tuple[int | None, int] | None,
-    wave: int,
-    keys: int,
-) -> None:
-    """Groups of several pairs of heads that share a bias, and groups of three, which have none."""
-    device = machine(wave)
-    q = normal(2, 75, nheads[0], 16, dtype=BFLOAT16, seed=2)
-    k, v = (normal(2, keys, nheads[1], n, dtype=BFLOAT16, seed=n) for n in (16, 24))
-    with small_tiles(portable_backward=(32, 32, 1, 2, 2, 1, 1, False)):
-        bias = normal(1, heads, 75, keys, dtype=BFLOAT16)
-        verify_backward(device, "portable", q, k, v, bias=bias, window=window)
-    assert "rawattn_backward_bias_rows" in device.launched
-
-
-ONE_ROW: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    ((2, 1, 1, 72), {}),
-    ((2, 4, 1, 72), {"window": (9, 40), "dropout_p": 0.2, "seed": 5}),
-    ((1, 2, 1, 72), {"causal": True, "alibi": True}),
-    ((2, 4, 1, 72), {"softcap": 3.0, "mask": True}),
-]
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "dtype", "wave"),
-    exhaustive.thin(
-        ((*each, dtype, w) for each in ONE_ROW for dtype in DTYPES for w in (32, 64)), 13
-    ),
-    ids=str,
-)
-def test_a_bias_of_keys(
-    machine: MakeDevice, shape: tuple[int, ...], options: dict[str, Any], dtype: Any, wave: int
-) -> None:
-    """One row for all queries, as masks of padding are; it hides keys, all of them in one sequence."""
-    bias = normal(*shape, dtype=dtype)
-    bias[..., 60:] = -np.inf
-    bias[-1, -1] = -np.inf
-    if shape[0] == 2:
-        bias[0, 0, 0, 3] = np.finfo(np.float32).min if dtype == np.float32 else -3e4
-    options = dict(options)
-    if options.pop("alibi", False):
-        options["alibi_slopes"] = np.array([0.5, -0.25, 0.0, 1.5], np.float32)
-    if options.pop("mask", False):
-        options["mask"] = np.random.default_rng(4).random((1, 1, 45, 72)) < 0.7
-    device = machine(wave)
-    with small_tiles():
-        verify_backward(device, "portable", *arrays(dtype, rows=(45, 72)), bias=bias, **options)
-    (main,) = (each for each in device.summaries if each.startswith("portable backward "))
-    assert "one-row" in main
-
-
-SHARED: list[tuple[int, dict[str, Any]]] = [
-    (1, {"causal": True}),
-    (2, {"dropout_p": 0.2, "seed": 3}),
-    (4, {"window": (20, 3)}),
-]
-
-
-@pytest.mark.parametrize(
-    ("heads", "options", "wave", "keys"),
-    exhaustive.thin(
-        ((*each, w, keys) for each in SHARED for w in (32, 64) for keys in (75, 72)), 5
-    ),
-    ids=str,
-)
-def test_a_bias_that_many_scores_share(
-    machine: MakeDevice, heads: int, options: dict[str, Any], wave: int, keys: int
-) -> None:
-    """Its rows begin anywhere: a copy of it has aligned ones."""
-    around = np.full((1, heads, 45, keys + 9), np.nan, BFLOAT16)
-    bias = around[..., 3 : 3 + keys]
-    bias[:] = hiding(normal(1, heads, 45, keys, dtype=BFLOAT16))
-    device = machine(wave)
-    q = normal(3, 45, 4, 16, dtype=BFLOAT16, seed=2)
-    k, v = (normal(3, keys, 2, n, dtype=BFLOAT16, seed=n) for n in (16, 24))
-    with small_tiles():
-        verify_backward(device, "portable", q, k, v, bias=bias, **options)
-    assert "rawattn_align_bias" in device.launched
-    mains = [each for each in device.summaries if each.startswith("portable backward ")]
-    assert all("bias-chunks" in each for each in mains)
