@@ -1,0 +1,158 @@
+"""How many blocks share a key tile of the backward: more than one where key tiles are few and query tiles many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawattn import SeqLayout
+from rawattn._call.options import ArrayForm
+from rawattn._call.problem import Problem, describe
+from rawattn._call.structure import structure
+from rawattn._kernels import gathered
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable.backward_steps import steps
+from tests.problems import H200
+
+
+def count(problem: Problem) -> int:
+    """Blocks of a key tile."""
+    config = portable_backward.choose(problem, H200, Operands())
+    return portable_backward.parts(problem, H200, config)
+
+
+def dense(
+    batch: int,
+    heads: tuple[int, int],
+    rows: tuple[int, int],
+    *,
+    kept: int | None = None,
+    mask: bool = False,
+    **options: Any,
+) -> Problem:
+    """kept: of a list of keys that all rows share."""
+    q, k = (
+        np.broadcast_to(np.float16(0), (batch, n, nheads, 64))
+        for n, nheads in zip(rows, heads, strict=True)
+    )
+    problem, _ = describe(q, k, k, **options)
+    if kept is not None:
+        shape = (1, 1, 1, rows[1])
+        problem = replace(problem, mask=ArrayForm("bits", shape, shape)._replace(kept=kept))
+        return gathered.by_mask(problem, Operands()).problem
+    shape = (1, 1, *rows)
+    return replace(problem, mask=ArrayForm("bits", shape, shape)) if mask else problem
+
+
+def ragged(
+    heads: tuple[int, int], lens_q: list[int], lens_k: list[int], *, packed: bool = True, room: int = 0
+) -> Problem:  # fmt: skip
+    """As a call is prepared; room: rows of keys of a padded array."""
+    rows = [sum(lens_q), sum(lens_k)] if packed else [max(lens_q), max(*lens_k, room)]
+    lead = () if packed else (len(lens_q),)
+    q, k = (
+        np.broadcast_to(np.float16(0), (*lead, n, nheads, 64))
+        for n, nheads in zip(rows, heads, strict=True)
+    )
+    given = {"seqlen_q": lens_q, "seqlen_k": lens_k}
+    seqs = SeqLayout.from_lengths(lens_q, lens_k) if packed else SeqLayout(**given)
+    problem, lengths = describe(q, k, k, causal=lens_q == lens_k, seqs=seqs)
+    form = structure(lengths)
+    return replace(problem, max_seqlen_q=form.q.length_bound, max_seqlen_k=form.k.length_bound)
+
+
+def test_few_key_tiles_are_shared() -> None:
+    assert count(dense(1, (2, 1), (4096, 4096), causal=True)) > 4
+    assert count(dense(1, (2, 1), (16384, 16384), causal=True)) > 1
+    assert count(dense(1, (1, 1), (4096, 4096))) > 1
+    # Heads of a group are turns too, where all of their queries are one tile.
+    assert count(dense(2, (32, 2), (128, 500))) > 4
+
+
+def test_many_key_tiles_are_not() -> None:
+    assert count(dense(4, (32, 32), (4096, 4096), causal=True)) == 1
+    assert count(dense(1, (1, 1), (128 * 132, 128 * 132))) == 1
+    # There is little to share.
+    assert count(dense(1, (1, 1), (256, 256), causal=True)) == 1
+
+
+def test_a_mask_counts_for_nothing() -> None:
+    assert count(dense(1, (2, 1), (4096, 4096), mask=True, causal=True)) > 4
+    assert count(dense(4, (16, 16), (4096, 4096), mask=True)) == 1
+
+
+@pytest.mark.parametrize("seqlen", [8192, 32768])
+def test_gathered_keys_are_shared_by_as_many_blocks_as_there_are(seqlen: int) -> None:
+    """8 key tiles on 132 multiprocessors."""
+    assert count(dense(1, (2, 1), (seqlen, seqlen), kept=1024, causal=True)) == 16
+
+
+def test_few_key_tiles_of_ragged_batches_are_shared() -> None:
+    assert count(ragged((2, 1), [4096, 4096], [4096, 4096])) > 2
+    assert count(ragged((8, 8), [4096] * 4, [77] * 4)) > 2
+    assert count(ragged((2, 1), [4096, 1000], [4096, 1000], packed=False)) > 2
+    # One of them is long.
+    assert count(ragged((2, 1), [4096, *[64] * 9], [4096, *[64] * 9])) > 2
+
+
+def test_many_key_tiles_of_ragged_batches_are_not() -> None:
+    assert count(ragged((8, 8), [20] * 600, [20] * 600)) == 1
+    assert count(ragged((2, 1), [4096, *[64] * 200], [4096, *[64] * 200])) == 1
+    assert count(ragged((16, 16), [2048] * 8, [2048] * 8)) == 1
+    assert count(ragged((2, 1), [4096] * 32, [4096] * 32, packed=False)) == 1
+    # Little to share, by small tiles.
+    assert count(ragged((1, 1), [500] * 4, [500] * 4)) == 1
+    # Sums of rows that no sequence has are as long as those of others.
+    assert count(ragged((8, 8), [16384], [77], packed=False)) > 4
+    assert count(ragged((8, 8), [16384], [77], packed=False, room=1 << 17)) == 1
+
+
+def of_sinks(problem: Problem) -> int:
+    """Blocks of a key tile with sink tokens."""
+    config = portable_backward.choose(problem, H200, Operands())
+    return portable_backward.parts_of_sinks(problem, H200, config)
+
+
+def test_key_tiles_with_sink_tokens_are_shared() -> None:
+    """Beside a window that is much shorter than the sequence."""
+    window: dict[str, Any] = {"causal": True, "window": (255, 0)}
+    assert of_sinks(dense(1, (8, 8), (8192, 8192), **window, sink=4)) >= 4
+    assert of_sinks(dense(1, (32, 4), (4096, 4096), **window, sink=4)) >= 4
+    assert of_sinks(dense(1, (8, 8), (8192, 8192), **window)) == 1
+    assert of_sinks(dense(1, (8, 8), (300, 300), **window, sink=4)) == 1
+    assert of_sinks(dense(1, (8, 8), (8192, 8192), causal=True, sink=4)) == 1
+    # Of so many sequences each multiprocessor has others.
+    assert of_sinks(dense(64, (32, 32), (1024, 1024), **window, sink=4)) == 1
+
+
+@pytest.mark.parametrize("rows", [(0, 500), (500, 0), (0, 0)])
+@pytest.mark.parametrize("window", [(5, None), (5, 0)])
+def test_nothing_to_share_beside_sink_tokens(
+    rows: tuple[int, int], window: tuple[int, int | None]
+) -> None:
+    assert of_sinks(dense(1, (2, 1), rows, window=window, sink=4)) == 1
+
+
+def test_sink_tokens_of_as_many_keys_as_there_may_be() -> None:
+    """Key tiles with sink tokens have more rows than an int counts: nobody shares them."""
+    q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 64)) for rows in (1, 2**31 - 1))
+    problem, lengths = describe(q, k, k, window=(5, None), sink=2**40)
+    operands = Operands(
+        dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), (0, 128, 128, 2))
+    )
+    assert steps(problem, structure(lengths), operands, H200, deterministic=False).launches
+
+
+def test_few_key_tiles_beside_a_window() -> None:
+    """They have as many turns as the window has queries."""
+    assert count(dense(1, (8, 1), (4096, 4096), causal=True, window=(127, 0))) <= 4
+    assert count(dense(1, (8, 1), (4096, 4096), causal=True)) > 4
+
+
+@pytest.mark.parametrize(("rows_q", "rows_k"), [(0, 500), (500, 0), (0, 0)])
+def test_nothing_to_share(rows_q: int, rows_k: int) -> None:
+    assert count(ragged((1, 1), [rows_q], [rows_k])) == 1
