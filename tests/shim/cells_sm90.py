@@ -43,6 +43,30 @@ class Sm90Tiles(NamedTuple):
         )
 
 
+# Many tile edges in a short sequence.
+SMALL = Sm90Tiles(16, 2, 2, True)
+LATE = Sm90Tiles(16, 3, 2, False, late_scaling=True)
+LONE = Sm90Tiles(16, 1, 2, False)
+# Shapes that no table has: rings of one to three slots, consumers that take turns or do not.
+SHAPES = (
+    Sm90Tiles(16, 2, 1, False),
+    Sm90Tiles(32, 3, 2, True),
+    Sm90Tiles(48, 2, 1, True),
+    Sm90Tiles(16, 3, 3, False),
+    Sm90Tiles(32, 2, 3, True),
+    Sm90Tiles(32, 4, 2, True, late_scaling=True),
+    Sm90Tiles(16, 4, 1, False),
+    Sm90Tiles(48, 1, 3, False, late_scaling=True),
+    LONE,
+)
+# Blocks that load for each other.
+PAIR = Sm90Tiles(16, 2, 2, True, cluster=2)
+LATE_PAIR = Sm90Tiles(32, 3, 2, False, late_scaling=True, cluster=2)
+# Outputs that TMA stores.
+STORED = Sm90Tiles(16, 2, 2, True, tensor_stores=True)
+LATE_STORED = Sm90Tiles(32, 3, 1, False, late_scaling=True, tensor_stores=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sm90Cell(Cell):
     """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals.
