@@ -1,9 +1,10 @@
-"""Few rows on cached keys, on shapes drawn at random: whether calls have the quicker kernel, and what cuDNN takes.
+"""Time attention of a few query rows over many keys, on random shapes: is the faster kernel chosen, and how fast is cuDNN?
 
     python bench/random_shapes.py --shapes 200 --seed 1 --keys bias --json shapes.json
 
-A call is timed in CUDA graphs as callers get it, held to the kernels that decode and to Hopper's forward, and where keys are in
-rows by torch's cuDNN too, which has no mask of a diagonal here: its calls of several rows are not compared.
+Each call is timed in CUDA graphs three times: with the kernel that the library chooses, with the decode kernels forced, and
+with Hopper's forward forced. Unpaged calls of one query row are also timed with torch's cuDNN attention. Calls of several rows
+are causal, and cuDNN gets no causal mask here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of `append_kv`, as data: what is there already, the new rows, and what both come to."""
+"""Calls of `append_kv`, as data: the pages before the call, the new rows, and the check of what the call writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Array = Any
 
 @dataclass(frozen=True, eq=False)
 class Appended:
-    """pages: a call whose keys are what the pages hold at last, and whose q is that of the new rows."""
+    """One call of `append_kv`.
+
+    pages: the paged call after the append: its pages hold the new rows too, and its q belongs to those rows.
+    """
 
     pages: Paged
     k: Array
@@ -34,7 +37,7 @@ class Appended:
         return {**named, **self.pages.scales}
 
     def pools(self) -> tuple[Array, Array]:
-        """With NaN where the new rows are to be, and strides as they are."""
+        """Return the pools before the call: NaN in the slots of the new rows, and the strides of the call's own pools."""
         found = []
         for pool in (self.pages.k_pages, self.pages.v_pages):
             copy = _like(pool)
@@ -45,7 +48,10 @@ class Appended:
         return found[0], found[1]
 
     def verify(self, k_pages: Array, v_pages: Array, out: Array | None) -> None:
-        """Results against the reference. Of the pages nothing else has changed, and padding rows of out are 0."""
+        """Check the results against the reference.
+
+        Every other slot of the pages must be unchanged, and padding rows of out must be 0.
+        """
         before = self.pools()
         arrays = (self.k, self.v, *before, self.pages.block_table)
         given = {"seqlen_k": self.pages.seqlen_k, "q": self.q, **self.options}
@@ -57,7 +63,8 @@ class Appended:
             assert pool[~new].tobytes() == was[~new].tobytes(), (
                 "rows of pages that are not new have changed"
             )
-        # Of two float32 numbers the quotient in float64 has the same bits, once it is rounded to float32.
+        # The quotient of two float32 numbers, computed in float64 and then rounded to float32, has the bits of a float32
+        # division.
         single = exact_v[new].astype(np.float32) if v_pages.dtype == FLOAT8 else exact_v[new]
         assert _bits(v_pages[new]) == _bits(single.astype(v_pages.dtype))
         _close(k_pages[new], exact_k[new])
@@ -69,7 +76,10 @@ class Appended:
 
 
 def rounded(dtype: Any) -> Iterator[Appended]:
-    """Into pages of 8 bits: numbers everywhere between two of them, all of these, beyond the largest, infinity and NaN."""
+    """Yield calls that append to 8-bit pages.
+
+    The rows hold every 8-bit number, numbers between neighbours, numbers past the largest, infinity and NaN.
+    """
     every = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(np.float32)
     between = (every[:-1] + every[1:]) / 2
     near = np.concatenate([between * x for x in (1, 1 + 2.0**-9, 1 - 2.0**-9)])
@@ -86,7 +96,7 @@ def rounded(dtype: Any) -> Iterator[Appended]:
 
 
 def _bits(x: Array) -> bytes:
-    """Of all but NaNs: which of them a conversion gives is the machine's own."""
+    """Return the bits of the numbers and where NaNs are. Which NaN a conversion yields depends on the processor."""
     return np.where(np.isnan(x), x.dtype.type(0), x).tobytes() + np.isnan(x).tobytes()
 
 
@@ -99,7 +109,7 @@ def appended(
     angles: Any = np.float32,
     **knobs: Any,
 ) -> Appended:
-    """knobs: of `tests.paged.paged`, with rows at least those of the keys."""
+    """knobs: arguments of `tests.paged.paged`. No sequence has more rows than keys in lens_k."""
     call = paged(lens_k, page_size, **knobs)
     rng = np.random.default_rng([page_size, *lens_k])
     heads = call.k_pages.shape[2]
@@ -116,7 +126,7 @@ def appended(
 
 
 def _slots(call: Paged) -> list[tuple[int, int]]:
-    """The page and the row in it of every new row."""
+    """Return the page and the row within that page of every new row."""
     table, starts = call.block_table, None
     if isinstance(table, tuple):
         starts, table = table
@@ -135,13 +145,13 @@ def _slots(call: Paged) -> list[tuple[int, int]]:
 
 
 def _like(pool: Array) -> Array:
-    """Not written yet, with the order of axes in memory."""
+    """Return an uninitialised array with the shape and axis order in memory of `pool`."""
     order = np.argsort(pool.strides)[::-1]
     return np.empty(np.array(pool.shape)[order], pool.dtype).transpose(np.argsort(order))
 
 
 def _close(got: Array, exact: Array) -> None:
-    """Within the rounding of a result, and of two products in float32."""
+    """Check within the rounding of the result and of two float32 multiplications."""
     assert got.shape == exact.shape
     step = {BFLOAT16: 2.0**-8, np.dtype(np.float16): 2.0**-11, FLOAT8: 2.0**-4}
     relative = step.get(got.dtype, 2.0**-23) + 2.0**-21

@@ -1,4 +1,4 @@
-"""What the gradients of frameworks are checked with."""
+"""Helpers that check the gradients of the frameworks."""
 
 from __future__ import annotations
 

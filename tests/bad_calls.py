@@ -1,4 +1,4 @@
-"""What a user can get wrong in a call: each mistake changes one thing in a good call."""
+"""Mistakes in a call, as data: each changes one thing in a valid call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import rawattn
 from tests.frameworks import Framework
 from tests.memory import strided
 
-# The arrays of the good call, in batch mode and (with `seqs`) packed.
+# The arrays of the valid call, in batch mode and (with `seqs`) packed.
 _SHAPES = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 16)}
 _PACKED = {"q": (10, 4, 8), "k": (14, 2, 8), "v": (14, 2, 16)}
 
 
 @dataclass(frozen=True)
 class Bad:
-    """change: arguments by name; a Shape becomes an array, a dict for `seqs` a SeqLayout."""
+    """One mistake.
+
+    change: the arguments that differ, by name. A Shape becomes an array, a dict for `seqs` becomes a SeqLayout.
+    """
 
     name: str
     change: dict[str, Any]
@@ -33,7 +36,7 @@ class Bad:
 
 @dataclass(frozen=True)
 class Shape:
-    """An array of a framework, to be made at the call."""
+    """Describes an array that the test makes in its framework when it calls."""
 
     shape: tuple[int, ...]
     dtype: str = "float16"
@@ -106,7 +109,7 @@ def _bad_options() -> list[Bad]:
 
 
 def _bad_arrays_of_options() -> list[Bad]:
-    """What is got is named, what is accepted, and the sizes it comes from."""
+    """Each message names what was passed, what is accepted, and the sizes from which the accepted shape follows."""
     f32, dropped = "float32", {"dropout_p": 0.1}
 
     def bias(name: str, shape: tuple[int, ...], says: str, error: Any = ValueError) -> Bad:
@@ -207,11 +210,11 @@ def good_call(framework: Framework) -> dict[str, Any]:
 
 
 def check_refused(bad: Bad, framework: Framework, call: Callable[..., Any]) -> None:
-    """The bad call is refused with a message that helps, and the next good call works."""
+    """Check that the bad call raises a helpful message and that the valid call after it works."""
     arguments: dict[str, Any] = {name: Shape(shape) for name, shape in _SHAPES.items()}
     arguments |= bad.change
     with pytest.raises(bad.error, match=bad.says):
-        # SeqLayout refuses what it can by itself: its construction is part of the call.
+        # SeqLayout validates some of its arguments itself, so the test constructs it inside `pytest.raises`.
         call(**{name: _argument(framework, x, name) for name, x in arguments.items()})
     out = framework.host(call(**good_call(framework)))
     assert np.all(out.astype(np.float32) == 1), "the call after a refused one is wrong"

@@ -1,4 +1,4 @@
-"""Contenders, clocks and cases that only pretend, for the tests of `rawattn bench`."""
+"""Fake contenders, clocks and cases for the tests of `rawattn bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rawattn._bench.timing import Entrant, Timing
 
 
 class FakeClock:
-    """A call returns its seconds; remembers who ran and how often."""
+    """A clock for which a call returns its own seconds. It records who ran and how often."""
 
     def __init__(self):
         self.log = []
@@ -28,7 +28,7 @@ class FakeClock:
 
 
 def small(packed=False, **more):
-    """A backward of two sequences, and its inputs as NumPy arrays."""
+    """Return a backward case of two sequences, and its inputs as NumPy arrays."""
     case = cases.Case(
         "dense", "", (6, 6), 4, 2, 8, causal=True, packed=packed, backward=True, **more
     )
@@ -78,11 +78,11 @@ class Fake(contender.Contender):
 
 
 def pretended(seconds, value=1.0):
-    """An entrant of `pretended_race`, whose result is full of `value`."""
+    """Return an entrant for `pretended_race` whose result is filled with `value`."""
     return Entrant(lambda: [np.full(4, value, np.float32)], clock=seconds)
 
 
 def pretended_race(ready):
-    """The clock of a pretended entrant is its seconds, or what it raises."""
+    """Stand in for a race: an entrant's result is its clock, which holds its seconds or the exception it raises."""
     clocks = {name: entrant.clock for name, entrant in ready.items()}
     return {n: c if isinstance(c, Exception) else Timing((c,)) for n, c in clocks.items()}

@@ -1,4 +1,4 @@
-"""Calls of the contract as data: each `Case` names one."""
+"""Calls of `attention`, as data: a `Case` describes one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from tests.score_arrays import OPTIONS, Pairs
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call. Lengths are logical, rooms physical; by default they are equal."""
+    """One call.
+
+    lens are logical lengths, room physical ones; they are equal by default.
+    """
 
     name: str = ""
     dtype: str = "bfloat16"
@@ -24,11 +27,11 @@ class Case:
     room_q: tuple[int, ...] | None = None
     room_k: tuple[int, ...] | None = None
     lead: int = 0  # group mode: rows before the first sequence
-    tail: int = 0  # and after the last
-    by_q: str = "room"  # where lengths come from: room (physical), seqlen, cu_seqlen, both
+    tail: int = 0  # group mode: rows after the last sequence
+    by_q: str = "room"  # source of the lengths: room (physical), seqlen, cu_seqlen, both
     by_k: str = "room"
-    integers: str = "int32"  # or int64, list
-    on_device: bool = False  # the integers
+    integers: str = "int32"  # of lengths and offsets: int32, int64, or list
+    on_device: bool = False  # lengths and offsets lie on the GPU
     max_seqlen: bool = False
     share_starts: bool = False  # leave seqstart_k to its default
     causal: bool = False
@@ -39,16 +42,16 @@ class Case:
     layout: str = "dense"
     give_out: bool = False
     return_lse: bool = True
-    values: str = "normal"  # or uniform, large, constant, negative (scores, rising with the key)
+    values: str = "normal"  # distribution of q, k, v; or uniform, large, constant, negative (scores < 0 that rise with the key)
     softcap: float | None = None
     bias: Pairs | None = None
     mask: Pairs | None = None
-    alibi_slopes: str = ""  # or heads, batch: what they have an axis for; or negative
-    sink_logits: str = ""  # or normal, hidden (-inf in some heads)
-    score_mod: str = ""  # or a name of SCORE_MODS
+    alibi_slopes: str = ""  # or heads, batch: shape (heads,) or (batch, heads); or negative
+    sink_logits: str = ""  # or normal, hidden (-inf in every other head)
+    score_mod: str = ""  # or a key of SCORE_MODS
     dropout_p: float = 0.0
-    drawn_by: str = "int"  # or int32, int64: the seed of the dropout in an array
-    num_splits: int | None = None  # of the forward
+    drawn_by: str = "int"  # the dropout seed: an int, or (int32, int64) an array of that dtype
+    num_splits: int | None = None  # for the forward
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,12 +76,12 @@ class Case:
 
     @property
     def scores(self) -> int:
-        """Score elements of the call: what a check in NumPy costs."""
+        """The number of scores of the call, which decides what a check in NumPy costs."""
         return self.nheads_q * sum(a * b for a, b in zip(self.lens_q, self.lens_k, strict=True))
 
     @property
     def score_options(self) -> tuple[str, ...]:
-        """Of those that change scores or probabilities, the ones it has."""
+        """The options of this case that change scores or probabilities."""
         return tuple(name for name in OPTIONS if getattr(self, name))
 
     def __str__(self) -> str:
@@ -90,12 +93,12 @@ def dense(name: str, batch: int, seqlen_q: int, seqlen_k: int, **knobs: Any) -> 
 
 
 def padded(name: str, lens_q: Any, lens_k: Any, room_q: int, room_k: int, **knobs: Any) -> Case:
-    """Batch mode with logical lengths."""
+    """A batch-mode case with logical lengths below the physical ones."""
     rooms = {"room_q": (room_q,) * len(lens_q), "room_k": (room_k,) * len(lens_k)}
     knobs = {"by_q": "seqlen", "by_k": "seqlen", **knobs}
     return Case(name=name, lens_q=tuple(lens_q), lens_k=tuple(lens_k), **rooms, **knobs)
 
 
 def ragged(name: str, lens_q: Any, lens_k: Any, **knobs: Any) -> Case:
-    """Group mode; without rooms the sequences lie back to back."""
+    """A group-mode case. Without room_q and room_k the sequences lie back to back."""
     return Case(name=name, group=True, lens_q=tuple(lens_q), lens_k=tuple(lens_k), **knobs)

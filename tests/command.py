@@ -8,7 +8,7 @@ from rawattn import cli
 
 
 class Output:
-    """Runs the command in this process."""
+    """Runs the `rawattn` command in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys

@@ -12,8 +12,8 @@ from rawattn._kernels import tile_tables as _tiles
 from tests import exhaustive, gpu_report
 from tests.command import Output
 
-# The same examples on every run: a change is judged by its own effect. `--hypothesis-profile=search` looks for new ones.
-# No deadline, since time per example says more about the machine than about the code.
+# derandomize: every run tries the same examples, so that a failure points at the change under test.
+# `--hypothesis-profile=search` looks for new examples. No deadline: the time of an example depends mostly on the load.
 settings.register_profile("rawattn", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None)
 settings.load_profile("rawattn")
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _skip_gpu_tests(config: pytest.Config, items: list[pytest.Item], reason: str) -> None:
-    """One of each file is skipped and says why; the others, which are thousands, are left out."""
+    """Skip one GPU test of each file, with the reason, and deselect the others, which are thousands."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     shown = {item.path: item for item in reversed(marked)}
     for item in shown.values():
@@ -47,7 +47,7 @@ def _skip_gpu_tests(config: pytest.Config, items: list[pytest.Item], reason: str
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_width() -> Iterator[None]:
-    """Output is as wide as where nobody says otherwise: in the workers of pytest-xdist $COLUMNS may be set."""
+    """Unset $COLUMNS, which pytest-xdist may set in its workers, so that output has its default width."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
         yield
@@ -55,7 +55,7 @@ def _no_width() -> Iterator[None]:
 
 @pytest.fixture
 def tile_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the tile tables that a test may write, instead of the shipped ones."""
+    """A writable copy of the tile tables, used instead of the shipped ones."""
     for path in _tiles.DIRECTORY.glob("*.json"):
         shutil.copy(path, tmp_path)
     with monkeypatch.context() as patch:
@@ -67,7 +67,7 @@ def tile_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 
 @pytest.fixture
 def kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty one; its folder is not there yet."""
+    """An empty kernel cache whose folder does not exist yet."""
     path = tmp_path / "cache"
     monkeypatch.setenv("RAWATTN_CACHE_DIR", str(path))
     monkeypatch.setattr(cache, "_warned", set())

@@ -1,4 +1,4 @@
-"""Calls of the CPU backend with options of scores, and their check against the reference."""
+"""Calls of the CPU backend with score options, and their check against the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ DTYPES = {
 
 
 class Form(NamedTuple):
-    """Sequences of a call. `seqs` is that of `SeqLayout`, None for a dense batch."""
+    """The sequences and sizes of a call.
+
+    seqs: the `SeqLayout` of the call, None for a dense batch.
+    """
 
     name: str
     lens_q: tuple[int, ...]
@@ -51,12 +54,12 @@ class Form(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Of a batch entry, or, in group mode, of a bias."""
+        """The rows of q and of k: of a batch entry, or in group mode the extent of a bias."""
         pad = 2 if self.padded or self.group else 0
         return max(self.lens_q) + pad, max(self.lens_k) + pad
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """q, k, v; padding is NaN."""
+        """Return q, k, v with NaN in padding."""
         rng = np.random.default_rng(len(self.name))
         found = []
         for lens, rows, nheads, headdim in (
@@ -87,7 +90,7 @@ class Form(NamedTuple):
 
 
 def bias_of(form: Form, heads: int | None = None) -> np.ndarray:
-    """Some of it is -inf: single keys, whole rows, a whole leading tile."""
+    """A bias with -inf at single keys, in whole rows, and over a whole leading tile."""
     rng = np.random.default_rng(5)
     bias = rng.standard_normal((len(form.lens_q), heads or form.nheads_q, *form.rows), np.float32)
     bias[rng.random(bias.shape) < 0.1] = -np.inf
@@ -116,7 +119,7 @@ def sinks_of(form: Form) -> np.ndarray:
 
 
 def score_mod_of(form: Form) -> ScoreMod:
-    """The whole position, arrays of several types, a number, hidden keys; two arrays with gradients."""
+    """Uses every position variable, captured arrays of several dtypes, a number, hidden keys, and gradients of two arrays."""
     rng = np.random.default_rng(8)
     return ScoreMod(
         "where((kv_idx + shift) % 5 == table[kv_head, q_idx] % 3, -inf, "
@@ -166,7 +169,7 @@ def verify_forward(
 
 
 def gradients_of(form: Form, options: dict[str, Any]) -> tuple[Gradients, dict[str, Any]]:
-    """Of the CPU backend, from its own out and lse, and what the reference is to be given."""
+    """Return the CPU backend's gradients, from its own out and lse, and the arrays to pass to the reference."""
     q, k, v = form.arrays()
     out, lse = rawattn.attention(q, k, v, **options, return_lse=True, backend="cpu")
     rng = np.random.default_rng(9)
@@ -182,7 +185,7 @@ def gradients_of(form: Form, options: dict[str, Any]) -> tuple[Gradients, dict[s
 
 
 def low_precision(arrays: dict[str, Any], options: dict[str, Any]) -> Iterator[Gradients]:
-    """As float32 arithmetic gives them with scores, probabilities and their gradients rounded to q's dtype."""
+    """Gradients in float32 arithmetic, with scores, probabilities and their gradients rounded to q's dtype."""
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     dtype = q.dtype
     options = {**options, "scale": scale_of(q, options)}

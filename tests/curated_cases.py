@@ -1,4 +1,4 @@
-"""The cases worth a name: shapes, head dims, masks, lengths, layouts, values, and those of full size."""
+"""Curated cases: shapes, head dims, masks, lengths, layouts, values, and a few of full size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.memory import DTYPES, LAYOUTS
 
 
 def unaligned() -> list[Case]:
-    """Calls whose q, k and v Hopper's forward cannot read where they lie."""
+    """Calls whose q, k and v Hopper's forward cannot read in place."""
     badly = {"nheads_q": 4, "nheads_kv": 2, "layout": "odd"}
     lens = (70, 0, 129), (30, 9, 290)
     slots = {"room_q": (75, 4, 129), "room_k": (30, 20, 300), "by_q": "seqlen", "by_k": "cu_seqlen"}
@@ -25,7 +25,7 @@ def unaligned() -> list[Case]:
 
 
 def curated() -> list[Case]:
-    """The calls worth a name, cheap ones and a few of full size (`Case.scores` tells)."""
+    """The curated cases: cheap ones and a few of full size (`Case.scores` tells them apart)."""
     cases = [*_shapes(), *_head_dims(), *_masks(), *_ragged(), *_memory(), *_values(), *_long()]
     assert len({str(case) for case in cases}) == len(cases), "two cases share a name"
     return cases

@@ -21,7 +21,7 @@ BACKENDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NHEADS, WIDTH, HIDDEN, LAYERS, POSITIONS = 3, 24, 40, 2, 12
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "cat", "dog", "sleep", "##s", "the", "."]
 TEXTS = ("the cat sleeps.", "the", "dog", "The dog sleeps the sleep.", "the cat " * 20, "zebra", "")
-# Lengths with [CLS] and [SEP], the fifth cut to POSITIONS.
+# Token counts with [CLS] and [SEP]; the fifth is truncated to POSITIONS.
 LENGTHS = [7, 3, 3, 9, 12, 3, 2]
 SETTINGS = {
     "model_type": "bert",
@@ -75,7 +75,7 @@ def make_model(folder: Path, weights: dict[str, np.ndarray], **settings: Any) ->
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    # The published tokenizer pads and truncates to 128; neither may survive loading.
+    # The published tokenizer pads and truncates to 128 tokens. Loading must turn off both.
     tokenizer.enable_padding(length=64)
     tokenizer.enable_truncation(4)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -85,7 +85,7 @@ def make_model(folder: Path, weights: dict[str, np.ndarray], **settings: Any) ->
 
 
 def machine(backend: str) -> dict[str, Any]:
-    """Arguments that make a MiniLM compute on this backend."""
+    """Return the arguments with which a MiniLM computes on this backend."""
     if backend == "cuda":
         return {"xp": pytest.importorskip("cupy")}
     return {"attention": functools.partial(rawattn.attention, backend="cpu")}
@@ -100,5 +100,5 @@ def run(*arguments: object) -> int:
 
 
 def example(*arguments: object) -> int:
-    """The command line of examples/embed.py."""
+    """Run examples/embed.py with these arguments."""
     return int(embed.main(list(map(str, arguments))))

@@ -1,15 +1,15 @@
-"""The tests of tests/gpu up to their launches, on a machine without a GPU.
+"""Run the host side of tests/gpu without a GPU: everything up to the kernel launches.
 
-    python -m tests.dry_gpu               # what such a run would meet in the code of the host
-    python -m tests.dry_gpu --every 24    # likewise, of each 24th test of a file
-    python -m tests.dry_gpu --compile     # and all kernels that are loaded there, into the kernel cache
+    python -m tests.dry_gpu               # report the exceptions that the host code of rawattn raises
+    python -m tests.dry_gpu --every 24    # the same for every 24th test of each file
+    python -m tests.dry_gpu --compile     # also compile every kernel that the tests load, into the kernel cache
 
-Half of a run on a GPU is compiling. A cache that `--compile` has filled, by the version of NVRTC that the machine with the GPU
-has, spares it that.
+Half of the time of a run on a GPU is compilation. A kernel cache filled by `--compile` saves that time, if NVRTC has the same
+version on both machines.
 
-CuPy's arrays are real but lie on memory that nobody touches. Launches, streams and graphs do nothing; results are zeros, and
-nobody compares them. So a test may fail here for what it expects of a result, and for work that it gives to CuPy itself: what
-counts are exceptions that `rawattn` raises and no test expects.
+CuPy's arrays are real objects, but their memory is never touched. Launches, streams and graphs do nothing. Results are zeros
+and are not compared. A test may therefore fail because it checks a result, or because it calls CuPy itself; such failures are
+ignored. Only exceptions that `rawattn` raises and no test expects are reported.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCH = "sm_90a"
 _ATTRIBUTES = {"MaxSharedMemoryPerBlockOptin": 232448, "MultiProcessorCount": 132}
 _MEMORY = 1 << 37
-# Of what is missing without a GPU, wherever it is missed.
+# Parts of the messages of exceptions that only the missing GPU causes.
 _MISSING = ("CUDARuntimeError", "CUDADriverError", "libcuda.so.1", "libcurand")
 
 
 class _Nothing:
-    """A device, a stream, an event, a graph: whatever is asked of it, nothing happens."""
+    """Stands for a device, stream, event or graph. Its methods do nothing."""
 
     ptr = id = 0
     compute_capability = "90"
@@ -80,10 +80,10 @@ class _Kernel(kernel.Kernel):
         super().__init__(SimpleNamespace(kernel=_Nothing(), max_dynamic_shared_size_bytes=0))
 
 
-# In their order, once.
+# The sources that were loaded, in order, each once.
 loaded: dict[Source, None] = {}
 _addresses = itertools.count(1 << 44, 1 << 24)
-_contents: dict[int, np.ndarray] = {}  # of arrays of the host that were copied, by address
+_contents: dict[int, np.ndarray] = {}  # host arrays that were copied to the fake GPU, by address
 
 
 def _array(shape: Any, dtype: Any = np.float32, **options: Any) -> cupy.ndarray:
@@ -122,7 +122,7 @@ def _set(module: Any, **attributes: Any) -> None:
 
 
 def stand_in_for_the_gpu() -> None:
-    """For good, in this process."""
+    """Patch CuPy and rawattn for the rest of this process."""
     runtime = SimpleNamespace(
         **dict.fromkeys(("memsetAsync", "setDevice", "streamSynchronize"), lambda *given: None),
         **dict.fromkeys(("deviceSynchronize", "memGetInfo"), lambda: None),
@@ -167,7 +167,7 @@ def stand_in_for_the_gpu() -> None:
 
 
 def _stand_in_for_lists_of_keys() -> None:
-    """CuPy itself makes those of `topk_mask`, and the bools of a mask: both ask the driver."""
+    """Patch the parts of `topk_mask` and `BlockMask.to_bool` for which CuPy itself asks the driver."""
     to_bool, largest, indices = BlockMask.to_bool, topk_mask._largest, topk_mask._indices
 
     def bools(mask: BlockMask) -> Any:
@@ -191,7 +191,7 @@ def _load(source: Source, device: int) -> kernel.Kernel:
 
 
 def look_away() -> None:
-    """Calls are made as ever, and nothing of their results is compared, nor computed by the reference."""
+    """Turn off all comparisons of results and the reference computations; the calls are still made."""
 
     def call(case: Case, framework: Framework, **options: Any) -> None:
         verify.run(case, framework)
@@ -214,7 +214,7 @@ def look_away() -> None:
 
 
 class Plugin:
-    """Collects what `rawattn` raises, instead of pytest's own account of what passed."""
+    """pytest plugin: collects the exceptions that `rawattn` raises and replaces pytest's report by a progress bar."""
 
     def __init__(self, every: int) -> None:
         self.raised: dict[str, str] = {}
@@ -254,7 +254,7 @@ class Plugin:
 
 
 def main() -> int:
-    """1 where `rawattn` raised something, or a kernel did not compile."""
+    """Return 1 if `rawattn` raised an unexpected exception or a kernel did not compile."""
     parser = argparse.ArgumentParser(prog="python -m tests.dry_gpu", description=main.__doc__)
     parser.add_argument("--compile", action="store_true", help="all kernels that were loaded")
     parser.add_argument(
@@ -266,7 +266,7 @@ def main() -> int:
     look_away()
     plugin = Plugin(args.every)
     options = ["--exhaustive", "-m", "gpu", "-n", "0", "-W", "ignore", "-p", "no:cacheprovider"]
-    # Gigabytes of what the host would draw and the device never see.
+    # These tests would draw gigabytes of random numbers on the host for arrays that are never read.
     options += ["--ignore", "tests/gpu/test_large.py", "-p", "no:terminal", "-o", "addopts="]
     status = pytest.main([*options, *args.tests], plugins=[plugin])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -1,10 +1,10 @@
-"""Compiles each kernel for each architecture, and each path through a kernel for one of them, without a GPU.
+"""Compile every kernel for every architecture, and every path through a kernel for one architecture, without a GPU.
 
     python -m tests.every_kernel
 
-What is compiled: few of the variants that `rawattn compile --all-variants` knows. Together they show each kernel
-on each architecture, and each type of its elements and each word of the variants' summaries (option, width of accesses)
-but tiles and head dims once. The rest of them is .ci/nightly's.
+This compiles a small subset of the variants of `rawattn compile --all-variants`. The subset covers each kernel on each
+architecture. It also covers, at least once, each element type of a kernel and each word of the variants' summaries
+(options, access widths) except tile sizes and head dims. .ci/nightly compiles the other variants.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tests import exhaustive
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 _TYPES = {"float", "float16", "bfloat16", "float32", "to"}
-# Not a path of its own: tiles, among how many one is shared out, and head dims.
+# Summary words that only size a path: tile sizes, the number of waves or stages of a tile, and head dims.
 _COUNT = re.compile(r"(waves|stages)=|D=|Dv=|\d+x\d+$")
 
 Job = tuple[Source, str]
 
 
 def traits(job: Job) -> Iterator[Hashable]:
-    """What a variant shows on an architecture."""
+    """Yield what a job covers: kernel and architecture, element types, and the words of the summary that are no sizes."""
     source, arch = job
     words = source.summary.split()
     kernel = words[0], source.entry
@@ -42,36 +42,36 @@ def traits(job: Job) -> Iterator[Hashable]:
 
 
 def few() -> list[Job]:
-    """The variants that are compiled, each with its architecture."""
+    """Return the jobs to compile."""
     every = [
         (source, arch) for arch in ARCHITECTURES for source in common_variants(arch, every=True)
     ]
-    # Of several that show as much, the first one is taken.
+    # Of several jobs that cover the same, `mark` takes the first: the cheapest one.
     every.sort(key=_effort)
     marked = exhaustive.mark(every, traits)
     return [job for job, chosen in zip(every, marked, strict=True) if chosen is job]
 
 
 def _effort(job: Job) -> tuple[int, int]:
-    """What it takes to compile a variant, roughly: its options, and how much it unrolls."""
+    """A rough cost of compiling a variant: the number of words of its summary, then its largest head dim."""
     words = job[0].summary.split()
     headdims = [int(x) for word in words if word.startswith("D=") for x in word[2:].split(",")]
     return len(words), max(headdims, default=0)
 
 
 def compile_one(source: Source, arch: str) -> str:
-    """What becomes of it, in words."""
+    """Compile one variant; return a line about its registers, spills and compile time."""
     meta = compiler.compile_source(source, arch).meta
     return f"{meta['registers']} registers, {meta['spills']} bytes spilled, {meta['seconds']:.1f} s"
 
 
 def main() -> int:
-    """1 when one did not compile."""
+    """Return 1 if any variant did not compile."""
     return 1 if compile_all(few()) else 0
 
 
 def compile_all(jobs: Sequence[Job]) -> int:
-    """How many did not compile."""
+    """Compile all jobs; return how many failed."""
     failed = 0
     started = time.perf_counter()
     with (

@@ -1,4 +1,4 @@
-"""The programs of examples/, imported as a script there imports them."""
+"""The programs of examples/, importable by each other as when they run as scripts."""
 
 from __future__ import annotations
 

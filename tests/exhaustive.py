@@ -1,9 +1,8 @@
-"""Which cases every run has, and which only a run of all of them: `pytest --exhaustive`.
+"""Which cases every run includes, and which only `pytest --exhaustive`.
 
-The curated cases take every path of the forward and backward kernels at least once, and of other kernels
-the common ones. What multiplies them (every tile under every mask, more orders of turns, more draws of
-chance) is marked `exhaustive`: where it needs a GPU for the run on one (.ci/gpu), else for the nightly run
-(.ci/nightly).
+The curated cases take every path of the forward and backward kernels at least once, and the common paths of the other kernels.
+Cases that multiply these (every tile under every mask, more orders of axes, more random cases) are marked `exhaustive`. Those
+that need a GPU run in .ci/gpu, the others in .ci/nightly.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 OPTION = "--exhaustive"
-# What it takes to compile a kernel of the CPU machine, in runs of one.
+# The cost of compiling one kernel of the simulated GPU (on the CPU), in units of running one case.
 _COMPILE = 4
 
 T = TypeVar("T")
@@ -27,7 +26,7 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the marked cases, unless the run is to be exhaustive."""
+    """Deselect the marked cases, unless --exhaustive is given."""
     if config.getoption(OPTION):
         return
     beyond = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -37,7 +36,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def thin(cases: Iterable[T], step: int) -> list[Any]:
-    """Parameters of a test: every `step`-th from the first on, the others marked. A tuple is that of several parameters."""
+    """Mark all but every `step`-th case, from the first, as exhaustive. A tuple holds the values of several parameters."""
     marks = ((), (pytest.mark.exhaustive,))
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[n % step > 0])
@@ -50,9 +49,9 @@ def mark(
     traits: Callable[[T], Iterable[Hashable]],
     kernels: Callable[[T], Iterable[Hashable]] = lambda case: (),
 ) -> list[Any]:
-    """Parameters of a test: few cases that together show every trait of all of them, the others marked.
+    """Choose a few cases that together have every trait of all cases, and mark the others as exhaustive.
 
-    kernels: what a case needs compiled, which takes longer than to run it.
+    kernels: the kernels that a case needs compiled. Compiling takes longer than running the case.
     """
     cases = list(cases)
     shown = [set(traits(case)) for case in cases]

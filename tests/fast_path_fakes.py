@@ -1,4 +1,4 @@
-"""A framework of the tests' own that stands for CuPy and its GPU, for the fast path of repeated calls."""
+"""A fake framework and GPU, in place of CuPy, for the tests of the fast path of repeated calls."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ NBYTES = 128
 
 
 class Array:
-    """On a GPU, dense."""
+    """A dense fake array on a GPU."""
 
     def __init__(self, address: int, shape: tuple[int, ...] = SHAPE, device: int = 0) -> None:
         self.address, self.shape, self.device = address, shape, device
         self.tracked = False
         self.dtype = np.dtype(np.float16)
 
-    __dlpack__ = None  # as a mark of an array
+    __dlpack__ = None  # marks the class as an array type
     strides = property(lambda self: np.empty(self.shape, self.dtype).strides)
     requires_grad = property(lambda self: self.tracked)
 
 
 class Framework(_GeneratedReaders):
-    """`Native` of `Array`, and a GPU: what is prepared there, and what is launched."""
+    """Reads `Array` as `Native` does for a framework, and records calls and launches instead of making them."""
 
     kinds = (Array,)
 
@@ -81,7 +81,7 @@ class Framework(_GeneratedReaders):
 
     def run(self, verb: Verb, inputs: Sequence[Any], targets: Sequence[Any], options: Options, flag: bool,
             backend: Any, values: tuple[int, ...], memo: Any) -> Any:  # fmt: skip
-        """The dispatcher."""
+        """Stand in for the dispatcher, and record that a call reached it."""
         self.asked.append(options)
         read = self.read((*inputs, *targets), verb.required_count)
         assert read is not None
@@ -116,7 +116,7 @@ class Framework(_GeneratedReaders):
 
 @contextmanager
 def fake_gpu() -> Iterator[Framework]:
-    """No call is known yet."""
+    """Install a fake GPU that has not seen any call yet."""
     found = Framework()
     with pytest.MonkeyPatch.context() as patch, tiles.nothing_prepared():
         patch.setattr(fast_path, "native_of", lambda framework: found)
@@ -130,7 +130,7 @@ def arrays(first: int = 0, shape: tuple[int, ...] = SHAPE) -> list[Array]:
 
 
 def called_anew(gpu: Framework, call: Callable[[], Any]) -> bool:
-    """Whether a call goes the way of a first one; its launch is as such a one's in any case."""
+    """Tell whether a call goes through the dispatcher, as a first call does. It must launch exactly once in either case."""
     asked, launched = len(gpu.asked), len(gpu.launched)
     call()
     assert len(gpu.launched) == launched + 1
@@ -138,7 +138,7 @@ def called_anew(gpu: Framework, call: Callable[[], Any]) -> bool:
 
 
 def known(gpu: Framework, call: Callable[[], Any]) -> None:
-    """Makes a call until it is known."""
+    """Repeat a call until the fast path handles it."""
     for _ in range(3):
         call()
     assert not called_anew(gpu, call)

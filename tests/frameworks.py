@@ -1,4 +1,4 @@
-"""Arrays of each framework, from and to NumPy, with strides and bfloat16."""
+"""Conversion of test arrays to each framework and back to NumPy, with strides and bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Framework(Protocol):
 
     def array(self, strided: Strided) -> Any: ...
     def buffer_of(self, array: Any, strided: Strided) -> np.ndarray:
-        """All of the buffer that `array`, made from `strided`, is a view of."""
+        """Return the whole buffer, as `strided.buffer`, in which `array` is a view."""
 
     def integers(self, values: np.ndarray) -> Any: ...
     def host(self, array: Any) -> np.ndarray: ...
@@ -73,13 +73,13 @@ class CuPy:
         import cupy
 
         assert isinstance(array, cupy.ndarray)
-        # As plain words: what CuPy can do with bfloat16 is not what is tested here.
+        # Download as unsigned integers: CuPy's own support for bfloat16 is not under test.
         words = cupy.ascontiguousarray(array.view(f"u{array.itemsize}"))
         return words.get().view(array.dtype)
 
 
 class TightCuPy(CuPy):
-    """With nothing allocated around an array, for tools that watch the ends of allocations."""
+    """CuPy arrays in allocations without slack at either end, for tools that detect accesses outside an allocation."""
 
     name = "tight-cupy"
 
@@ -90,9 +90,9 @@ class TightCuPy(CuPy):
         )
 
     def bias(self, strided: Strided) -> Any:
-        """Its memory ends at a multiple of 16 bytes, in NaN.
+        """Return a bias whose allocation is padded with NaN to a multiple of 16 bytes.
 
-        A copy of 16 bytes that reads the first ones alone (the `src-size` of cp.async) is one of all of them to memcheck.
+        memcheck takes a 16-byte copy that reads only its first bytes (`src-size` of cp.async) for a read of all 16.
         """
         first, end = _extent(strided)
         own = strided.buffer[first:end]
@@ -109,7 +109,7 @@ class TightCuPy(CuPy):
 
 
 def _extent(strided: Strided) -> tuple[int, int]:
-    """The first element of the buffer that belongs to the array, and the one past the last."""
+    """Return the offset of the first element of the array in the buffer, and the offset past its last element."""
     if 0 in strided.shape:
         return strided.offset, strided.offset
     ends = [(n - 1) * stride for n, stride in zip(strided.shape, strided.strides, strict=True)]
@@ -118,7 +118,7 @@ def _extent(strided: Strided) -> tuple[int, int]:
 
 
 class Torch:
-    """Negative strides do not exist here."""
+    """PyTorch tensors, which have no negative strides."""
 
     name = "torch"
     writable = True
@@ -155,7 +155,7 @@ class Torch:
 
 
 class Jax:
-    """JAX arrays are dense and immutable: strides are lost, `out=` is not possible."""
+    """JAX arrays, which are dense and immutable: strides are lost, and `out=` is not possible."""
 
     name = "jax"
     writable = False
@@ -174,7 +174,7 @@ class Jax:
     def integers(self, values: np.ndarray) -> Any:
         import jax
 
-        # Without its 64-bit mode JAX has int32 alone.
+        # JAX has only int32 unless its 64-bit mode is on.
         return jax.device_put(values.astype(np.int32), jax.devices(self.platform)[0])
 
     def host(self, array: Any) -> np.ndarray:

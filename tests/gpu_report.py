@@ -40,7 +40,7 @@ from tests import exhaustive
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = Path("reports/gpu.json")
 SOURCES = ("rawattn", "kernels_cu")
-# What of these reaches no kernel and no array of a call: the command line and the benches.
+# Parts of SOURCES that no kernel and no array of a call passes through: the command line and the benchmarks.
 UNCOVERED = (
     "rawattn/_cli/",
     "rawattn/_console/",
@@ -51,16 +51,16 @@ UNCOVERED = (
 )
 COMPILED = {".pyc", ".pyo", ".so", ".o", ".pyd"}
 PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda13x", "cupy-cuda12x", "torch", "jax")
-# Of tests that need a GPU: a run of them all is full.
+# The marker of tests that need a GPU. A run of `-m gpu` counts as full.
 MARKER = "gpu"
-# Options that run less than everything.
+# Options that select a subset of the tests.
 SELECTING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
-# The worst thing that happened to a test in any of its phases is its outcome.
+# From best to worst. The outcome of a test is the worst outcome of its phases.
 OUTCOMES = ("passed", "xfailed", "skipped", "failed")
 
 
 def sources(root: Path = ROOT) -> list[str]:
-    """Everything that a kernel, or the code which brings an array to it, is made of."""
+    """Return the files of the kernels, and of the code that an array passes through on its way to a kernel."""
     names = (
         path.relative_to(root).as_posix()
         for top in SOURCES
@@ -85,14 +85,14 @@ def source_hash(root: Path = ROOT) -> str:
 
 
 def why_no_gpu() -> str | None:
-    """None on a machine with a GPU that CuPy can use, else one line."""
+    """Return None where CuPy can use a GPU, else the reason in one line."""
     try:
         import cupy
 
         if cupy.cuda.runtime.getDeviceCount() > 0:
             return None
         return "no GPU: CUDA sees no device"
-    except Exception as error:  # CuPy and the driver fail in many ways where there is no GPU
+    except Exception as error:  # without a GPU, CuPy and the driver raise many different exceptions
         return f"no GPU: {str(error).splitlines()[0]}"
 
 
@@ -132,7 +132,7 @@ class GpuReport:
             terminalreporter.line(self.note)
 
     def why_partial(self, session: pytest.Session, exitstatus: int) -> str | None:
-        """None when everything ran to the end, passed or failed."""
+        """Return None if the run included every test and reached its end, whether tests passed or not; else the reason."""
         config = self.config
         directory = config.invocation_params.dir
         named = {(directory / argument.split("::")[0]).resolve() for argument in config.args}
@@ -171,7 +171,7 @@ class GpuReport:
 
 
 def machine() -> dict[str, Any]:
-    """The GPU that tests run on, and the versions of everything between it and them."""
+    """Return the GPU that the tests run on, and the versions of the driver, the CUDA libraries, Python and packages."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -205,19 +205,19 @@ def machine() -> dict[str, Any]:
 
 
 def dotted(version: int) -> str:
-    """13020 -> "13.2", the way CUDA counts."""
+    """Convert CUDA's version number to text: 13020 -> "13.2"."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def count(outcomes: Counter[str]) -> dict[str, int]:
-    """Passed, failed and skipped always, anything else where there was any."""
+    """Count outcomes: passed, failed and skipped always, others only where there were any."""
     return {name: outcomes[name] for name in ("passed", "failed", "skipped")} | {
         name: n for name, n in outcomes.items() if name == "xfailed"
     }
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The record, empty where there is none."""
+    """Return the record, or an empty one if the file does not exist."""
     try:
         record = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -226,7 +226,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def problem(root: Path) -> str | None:
-    """What is wrong with the record of the source in `root`, None if nothing is."""
+    """Say what is wrong with the record for the source in `root`; None if nothing is."""
     record = read(root / REPORT)
     how = (
         "run `.ci/gpu` on a machine with a GPU and commit the file; if that has to wait: "

@@ -1,4 +1,4 @@
-"""How far from exact a gradient may be: low-precision evaluations, and the size of what cancels in it."""
+"""Error bounds for gradients: low-precision evaluations, and the size of the terms that cancel in a gradient."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from tests.tolerance import column_orders, scale_of
 
 
 def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gradients]:
-    """As float32 arithmetic gives them with scores, probabilities, their gradients and the result rounded
-    to the dtype of `q`, for each of `column_orders`."""
+    """Gradients in float32 arithmetic with intermediates rounded to the dtype of `q`, for each of `column_orders`.
+
+    The intermediates are scores, probabilities, their gradients, and the result.
+    """
     dtype = q.dtype
     options["scale"] = scale_of(q, options)
     results = []
@@ -53,17 +55,17 @@ def low_precision_gradients(dout, q, k, v, out, lse, dlse, **options) -> list[Gr
 
 
 def _as(array: np.ndarray | None, gradient: np.ndarray | None) -> np.ndarray | None:
-    """In the dtype and the shape of the array that it is of."""
+    """Return the gradient in the dtype and shape of its array."""
     if array is None or gradient is None:
         return None
     return gradient.reshape(array.shape).astype(array.dtype)
 
 
 def sizes_of_sums(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
-    """Of the gradients of options' arrays, how large an error of one part of each term leaves a sum of them.
+    """Return, for each element of an option's gradient, the root of the sum of squares of the sizes of its terms.
 
-    A term is P (dP - delta), whose parts are rounded before they cancel: dP is a sum of products. Terms of an element are
-    independent, so their squares add up.
+    A term is P (dP - delta). dP and delta are rounded before they cancel, so the size of a term is P (|dP| + |delta|), with
+    dP's products taken by magnitude. The terms of an element have independent errors, so their squares add up.
     """
     call = read(q, k, v, Options(**options), np.float64)
     flat = (-1, call.q.shape[1], call.v.shape[2])
@@ -100,21 +102,23 @@ def sizes_of_sums(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
 
 
 def cancelling_terms(dout, q, k, v, out, lse, rows, **options) -> tuple[float, ...]:
-    """How large the terms of each gradient are before they cancel: their rounding in float32 is left even where
-    the gradient is 0, and whether a low-precision evaluation has it too is chance.
+    """Return the size of the terms of dq, dk and dv before they cancel.
 
-    dP - delta cancels in a row that sees one key. Of row i it leaves a part of t_i = scale sum |dout_i out_i|, which
-    dq_i has times k, and dk_j has times q_i from every row: errors of rows are independent, so their squares add
-    up, each P_ij^2 t_i^2 <= P_ij t_i^2. In dv it is a score of the size of lse that leaves its rounding in P.
+    Their rounding in float32 remains even where the gradient is 0, and a low-precision evaluation may or may not have the same
+    error.
+
+    dP - delta cancels in a row that sees one key. The rounding left by row i is a part of t_i = scale sum |dout_i out_i|. In
+    dq_i it is multiplied by k, and in dk_j by q_i of every row. The errors of rows are independent, so their squares add up:
+    P_ij^2 t_i^2 <= P_ij t_i^2. In dv, a score as large as lse leaves its rounding in P.
     """
     scale = abs(scale_of(q, options))
     rows_q, rows_k, _ = rows
-    # Of probabilities before dropout: delta is subtracted where it is 0 too.
+    # Uses the probabilities before dropout: delta is subtracted where an element is dropped too.
     options = {name: x for name, x in options.items() if name not in ("dropout_p", "seed")}
     size = scale * np.abs(dout.astype(np.float64) * out).sum(axis=-1, keepdims=True)
     one_q = np.abs(q.astype(np.float64)).max(axis=-1, keepdims=True)
     t = np.square(size * one_q)
-    # dv = P^T dout, of a v that has one column.
+    # dv = P^T dout, with t as dout and a v of one column, sums t over rows with weights P.
     of_rows = reference.attention_backward(t, q, k, v[..., :1], np.zeros_like(t), lse, **options).dv
     finite = lse[np.isfinite(lse)]
     return (

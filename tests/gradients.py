@@ -1,4 +1,4 @@
-"""What a backward call is given and what it must return, for every `Case`."""
+"""The inputs of a backward call and the gradients it must return, for every `Case`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = ("dq", "dk", "dv")
 class OfOption:
     """The gradient of an option's array.
 
-    name: dbias, dsink_logits, or that of a captured array. where: True for the elements that belong to a sequence.
+    name: dbias, dsink_logits, or the name of a captured array. where: True for elements that belong to a sequence.
     """
 
     name: str
@@ -45,16 +45,16 @@ class OfOption:
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """One backward call. Padding rows of all that it is given are NaN.
+    """One backward call. Padding rows of all its inputs are NaN.
 
-    What the reference computes waits until it is asked for: cells of tests are described by layouts alone. What it is for
-    dq, dk and dv, `exact`, `low` and `terms` are for `others` too, behind them.
+    The reference runs only when a property asks for its results, so tests can describe a call by its layout alone. `exact`,
+    `low` and `terms` hold values for dq, dk and dv first, then for `others`.
     """
 
     case: Case
     inputs: Inputs
     dout: Strided
-    logical_dlse: np.ndarray | None  # numbers in padding too
+    logical_dlse: np.ndarray | None  # holds numbers in padding rows too
     into: tuple[Strided, ...] | None  # dq, dk, dv
     rows: tuple[np.ndarray, ...]  # True for the logical rows of dq, dk and dv
     others: tuple[OfOption, ...] = ()
@@ -69,7 +69,7 @@ class Backward:
 
     @cached_property
     def out(self) -> Strided:
-        """It lies in memory as `dout` does."""
+        """The reference's out, with the strides of `dout`."""
         rows = self.rows[0]
         array = _like_out(self.case, self.dout.shape, self.dout.buffer.dtype)
         array.view()[rows] = self._forward[0][rows].astype(array.buffer.dtype)
@@ -85,7 +85,7 @@ class Backward:
 
     @cached_property
     def exact(self) -> tuple[np.ndarray, ...]:
-        """The logical rows of dq, dk and dv alone, and what of the others belongs to a sequence."""
+        """The exact gradients: the logical rows of dq, dk and dv, and the elements of `others` that belong to a sequence."""
         options, dlse = self._options, self.logical_dlse
         exact = reference.attention_backward(
             self.dout.view(), *self._arrays, *self._forward, dlse=dlse, **options
@@ -94,9 +94,9 @@ class Backward:
 
     @cached_property
     def low(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Of each gradient's logical rows, one or more evaluations."""
+        """For each gradient, its low-precision evaluations, restricted as in `exact`."""
         out, lse = self._forward
-        # From what the kernels are given too, whose rounding is not theirs.
+        # Use the rounded out and lse that the kernels get: the kernels are not to blame for that rounding.
         given = out.astype(self.dout.buffer.dtype), lse.astype(np.float32)
         low = low_precision_gradients(
             self.dout.view(), *self._arrays, *given, self.logical_dlse, **self._options
@@ -162,7 +162,7 @@ def backward_of(case: Case) -> Backward:
 
 
 def _others(case: Case, inputs: Inputs) -> Iterator[OfOption]:
-    """In the order in which a backward gives them."""
+    """Yield the gradients of options, in the order in which a backward returns them."""
     given: dict[str, tuple[Strided, np.ndarray]] = {}
     if case.bias is not None:
         array = inputs.arrays["bias"]
@@ -188,7 +188,7 @@ def _like_out(case: Case, shape: tuple[int, ...], dtype: np.dtype) -> Strided:
 
 
 def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
-    """`check` of what belongs to sequences in dq, dk or dv (n = 0, 1, 2), or in one of the others."""
+    """Apply `check` to gradient n: dq, dk, dv (n = 0, 1, 2) or one of `others`, without padding."""
     exact, low = call.exact[n], call.low[n]
     if not exact.size:
         return
@@ -206,7 +206,7 @@ def verify(
     backend: str | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Values within tolerance, padding as the contract says, nothing else touched."""
+    """Check values against the reference, padding against the contract, and that no other memory is written."""
     call = backward_of(case)
     gradients, into = run(call, framework, backend=backend, deterministic=deterministic)
     assert isinstance(gradients, Gradients)
@@ -228,7 +228,7 @@ def verify(
 def run(
     call: Backward, framework: Framework, *, backend: str | None = None, deterministic: bool = False
 ) -> tuple[Any, Any]:
-    """Makes the call: gradients, and the given `into` or None."""
+    """Make the call; return its gradients, and the `into` arrays or None."""
     case, inputs = call.case, call.inputs
     q, k, v, out, dout = (
         framework.array(x) for x in (inputs.q, inputs.k, inputs.v, call.out, call.dout)
@@ -255,7 +255,7 @@ def run(
 
 
 def verify_others(call: Backward, framework: Framework, gradients: Gradients, into: Any) -> None:
-    """The gradients of options' arrays, and that there are no others."""
+    """Check the gradients of option arrays, and that no other gradient is returned."""
     names = {each.name for each in call.others}
     assert (gradients.dbias is None) == ("dbias" not in names)
     assert (gradients.dsink_logits is None) == ("dsink_logits" not in names)
@@ -272,7 +272,7 @@ def verify_others(call: Backward, framework: Framework, gradients: Gradients, in
             continue
         assert other.into is not None
         assert gradient is other.of(into), f"into.{other.name} was given, not returned"
-        # Past the sequences it may be left as it was, or be made 0.
+        # Elements past the sequences may be left unchanged or set to 0.
         bits = f"u{unused.itemsize}"
         canary = np.full(1, CANARY, np.uint8).repeat(unused.itemsize).view(bits)
         assert np.isin(unused.view(bits), (0, *canary)).all(), f"{other.name}: junk past sequences"
@@ -290,7 +290,7 @@ def _into(call: Backward, framework: Framework) -> Gradients:
 def check_untouched(
     name: str, gradient: Any, given: Strided, rows: np.ndarray, framework: Framework
 ) -> None:
-    """Of the buffer that a gradient was written to, all but these rows is as it was."""
+    """Check that in the buffer of a gradient only these rows have changed."""
     buffer = framework.buffer_of(gradient, given)
     mine = replace(given, buffer=np.zeros(buffer.shape, bool))
     mine.view()[rows] = True
@@ -300,7 +300,7 @@ def check_untouched(
 
 
 def _dense(array: np.ndarray) -> Strided:
-    """In memory of its own, NaN around it."""
+    """Copy into a buffer with NaN around the array."""
     copy = strided(array.shape, array.dtype, "dense")
     copy.view()[...] = array
     return copy

@@ -1,4 +1,4 @@
-"""Arrays on the host of every dtype of floats, and an object that has DLPack alone."""
+"""Host arrays of every floating dtype, and an object that supports only DLPack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def values(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 class Elsewhere:
-    """An object with DLPack alone, in a module without a from_dlpack."""
+    """An object that supports only DLPack, from a module without a from_dlpack."""
 
     def __init__(self, array: np.ndarray, device: tuple[int, int] = (1, 0)) -> None:
         self.array = array

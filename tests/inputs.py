@@ -1,4 +1,4 @@
-"""The arrays of a `Case`: whatever a call must not read is NaN, be it padding, gaps between rows or memory around them."""
+"""The arrays of a `Case`. Everything that a call must not read is NaN: padding, gaps between rows, and surrounding memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.score_arrays import arrays_of, captured_arrays, score_mod_of, seed_of
 class Inputs:
     """The arrays and keywords of a call.
 
-    options: with NumPy arrays. Of those that take an array, `arrays` and `captured` say how it lies in memory.
+    options: the keywords, with NumPy arrays. `arrays` and `captured` hold the memory layout of those arrays.
     """
 
     q: Strided
@@ -33,7 +33,7 @@ class Inputs:
 
     @cached_property
     def logical_out(self) -> np.ndarray:
-        """Where in `out.buffer` results belong."""
+        """True for the elements of `out.buffer` to which the call writes results."""
         assert self.out is not None
         inside = replace(self.out, buffer=np.zeros(self.out.buffer.shape, bool))
         inside.view()[self.rows] = True
@@ -77,12 +77,12 @@ def materialise(case: Case) -> Inputs:
         if case.group and not (side == "k" and case.share_starts):
             integers[f"seqstart_{side}"] = case.lead + _cumulative(rooms)
         if by == "both":
-            # The cumulative lengths win: these would be wrong, but are legal.
+            # cu_seqlen takes precedence: these lengths are wrong but accepted.
             integers[f"seqlen_{side}"] = np.zeros(case.batch, np.int64)
         elif by == "seqlen":
             integers[f"seqlen_{side}"] = np.array(lens, np.int64)
         if by in ("cu_seqlen", "both"):
-            # Only differences count, so the first need not be 0.
+            # Only differences of cu_seqlen matter, so its first entry need not be 0.
             integers[f"cu_seqlen_{side}"] = case.lead + _cumulative(lens)
         if case.max_seqlen:
             maxima[f"max_seqlen_{side}"] = max(lens, default=0)

@@ -1,4 +1,4 @@
-"""What `rawattn.jax` must do on every device."""
+"""Checks of `rawattn.jax` that hold on every device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def arrays_of(case: Case, platform: str) -> list[Any]:
 
 
 def verify_forward(case: Case, platform: str, **given: Any) -> None:
-    """Values, padding and lse, traced and called by itself, with and without lse."""
+    """Check values, padding and lse, jitted and eager, and that return_lse does not change out."""
     inputs, exact = backward_of(case).inputs, expected(case)
     options = {"seqs": layout(inputs), **inputs.options, **given}
 
@@ -61,7 +61,7 @@ def verify_forward(case: Case, platform: str, **given: Any) -> None:
 
 
 def verify_gradients(case: Case, platform: str, **given: Any) -> None:
-    """Of out and lse, traced and called by itself."""
+    """Check the gradients of out and lse, jitted and eager."""
     call, framework = backward_of(case), Jax(platform)
     options = {"seqs": layout(call.inputs), **call.inputs.options, **given}
     arrays = arrays_of(case, platform)
@@ -90,7 +90,7 @@ assert len(SCORE_CASES) == len(_WANTED), _WANTED - {str(case) for case in SCORE_
 
 
 def verify_scores(case: Case, platform: str) -> None:
-    """Values and gradients with options whose arrays are traced, and with constant ones."""
+    """Check values and gradients with the arrays of options traced, and with constant arrays."""
     call, framework, exact = backward_of(case), Jax(platform), expected(case)
     inputs, seqs = call.inputs, layout(call.inputs)
     arrays, incoming = (
@@ -105,7 +105,7 @@ def verify_scores(case: Case, platform: str) -> None:
         name: of_options.pop(name) for name in ("bias", "sink_logits") if name in of_options
     }
     captured = {} if mod is None else dict(mod.arrays)
-    # Those without a gradient are traced all the same.
+    # Captured arrays without a gradient are traced too.
     wanted = () if mod is None else mod.text.wrt
     fixed = {name: x for name, x in captured.items() if name not in wanted}
     captured = {name: x for name, x in captured.items() if name in wanted}
@@ -151,7 +151,10 @@ LENGTH_CASES = [
 
 
 def verify_traced_lengths(case: Case, platform: str, *, host: bool = False) -> None:
-    """Values, gradients and padding, of lengths that the program computes. `host`: but those of k."""
+    """Check values, gradients and padding for lengths that the program computes.
+
+    host: the lengths of k are constants instead.
+    """
     call, exact, framework = backward_of(case), expected(case), Jax(platform)
     inputs, rows = call.inputs, call.inputs.rows
     constants = {x: inputs.integers[x] for x in inputs.integers if host and x.endswith("_k")}
@@ -195,7 +198,7 @@ def _of_seed(seed: Any) -> dict[str, Any]:
     return {"dropout_p": 0.3, "seed": seed}
 
 
-# Options with int64 of NumPy's and lists, beside lengths that may be traced, and those that give the same without them.
+# Options that hold NumPy integers or lists, beside lengths that may be traced, and the equivalent plain options.
 INTEGERS_OF_THE_HOST = {
     "lengths of a list": (_of_lengths([5, 2]), _of_lengths([5, 2])([3, 6])),
     "lengths of int64": (_of_lengths(np.array([5, 2])), _of_lengths([5, 2])([3, 6])),
@@ -207,7 +210,7 @@ INTEGERS_OF_THE_HOST = {
 
 
 def verify_integers_of_the_host(platform: str, which: str) -> None:
-    """Eager and traced, with gradients."""
+    """Check options of INTEGERS_OF_THE_HOST eager and jitted, with gradients."""
     made, plain = INTEGERS_OF_THE_HOST[which]
     q, k, v = random_arrays(platform, 2, 7, 4, 16)
     lengths = jax.device_put(jnp.asarray([3, 6], "int32"), jax.devices(platform)[0])
@@ -230,7 +233,7 @@ def verify_integers_of_the_host(platform: str, which: str) -> None:
 
 
 def verify_bad_traced_lengths(platform: str) -> None:
-    """They are not refused, and reach no memory but the arrays' own."""
+    """Check that invalid traced lengths are not refused and read no memory outside the arrays."""
     q, k, v = random_arrays(platform, 40, 2, 16)
 
     @jax.jit
@@ -245,7 +248,7 @@ def verify_bad_traced_lengths(platform: str) -> None:
 
 
 def verify_mapped_traced_lengths(platform: str) -> None:
-    """Lengths that are mapped too, or the same for all."""
+    """Check jax.vmap with lengths that are mapped too, and with lengths common to the batch."""
     q, k, v = random_arrays(platform, 3, 2, 9, 4, 16)
     lengths = jnp.asarray([[5, 9], [0, 3], [9, 1]], "int32")
     offsets = jnp.asarray([[0, 3, 9], [2, 2, 7], [1, 5, 14]], "int32")
@@ -265,19 +268,19 @@ def verify_mapped_traced_lengths(platform: str) -> None:
 
 
 def plain(q: Any, k: Any, v: Any) -> Any:
-    """Causal attention in JAX's own operations."""
+    """Causal attention in plain JAX operations."""
     s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
     s = jnp.where(jnp.tri(q.shape[1], dtype=bool), s, -jnp.inf)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v)
 
 
 def causal(q: Any, k: Any, v: Any) -> Any:
-    """The same by rawattn."""
+    """Causal attention by rawattn."""
     return rawattn.jax.attention(q, k, v, causal=True)
 
 
 def verify_in_the_middle_of_a_program(platform: str) -> None:
-    """XLA's own work before and after: in a loop, twice in a step, on one stream."""
+    """Check attention between XLA's own operations, on one stream: called twice in each step of a loop."""
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((2, 64, 4, 32)) / 4, rng.standard_normal((32, 32)) / 6
     device = jax.devices(platform)[0]
@@ -309,7 +312,7 @@ def random_arrays(platform: str, *shape: int, count: int = 3, dtype: str = "floa
 
 
 def verify_gradients_of_some(platform: str) -> None:
-    """Of the captured arrays that `wrt` names some are constants, the larger one or the smaller one."""
+    """Check gradients where some of the captured arrays named in `wrt` are constants: the larger one or the smaller one."""
     q, k, v = random_arrays(platform, 2, 70, 4, 16)
     of_heads, of_keys = (
         random_arrays(platform, 4, count=1)[0],
@@ -342,7 +345,7 @@ def verify_gradients_of_some(platform: str) -> None:
 
 
 def verify_mapped(platform: str) -> None:
-    """jax.vmap of any of the arrays, twice, with gradients: what one call after another gives."""
+    """Check jax.vmap over any of the arrays, nested twice, with gradients, against separate calls."""
     q, k, v = random_arrays(platform, 3, 2, 9, 4, 16)
     loss = jax.value_and_grad(lambda q, k, v: (causal(q, k, v) ** 2).sum(), argnums=(0, 1, 2))
     for axes in ((0, 0, 0), (0, None, None), (None, 0, None), (2, 0, 1)):

@@ -1,4 +1,4 @@
-"""Which options a backend has: tests of those that it lacks are skipped, by name."""
+"""Which options a backend supports. Tests of the others are skipped, with the option's name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.score_cases import EACH
 from tests.verify import options_of
 
 VERBS = ("attention", "attention_backward")
-# What kernels call an option, where that is another name.
+# Names of features in the kernels' registry, where they differ from the option's.
 _FEATURES = {"alibi_slopes": "alibi", "dropout_p": "dropout", "mask": "block_mask"}
 
 
 @lru_cache
 def lacking(backend: str, verb: str) -> frozenset[str]:
-    """The options that a verb does not have. The kernels of "cuda" are asked, not run."""
+    """Return the options that a verb does not support. For "cuda" this reads the registry and runs nothing."""
     if backend == "cuda":
         features = registry.FAMILIES[verb][-1].features
         return frozenset(x for x in OPTIONS if _FEATURES.get(x, x) not in features)
@@ -32,7 +32,7 @@ def lacking(backend: str, verb: str) -> frozenset[str]:
 
 
 def require(case: Case, backend: str, *verbs: str) -> None:
-    """Skips a test of a case that a backend cannot compute."""
+    """Skip the test if the backend does not support an option of the case."""
     for verb in verbs or VERBS:
         missing = [x for x in case.score_options if x in lacking(backend, verb)]
         if missing:
@@ -55,7 +55,7 @@ def _on_cpu(verb: str, option: str) -> bool:
 
 
 def without_missing(case: Case, backend: str, *verbs: str) -> Case:
-    """A case of chance with the options that a backend has."""
+    """Drop the options that the backend does not support from a random case."""
     empty = Case()
     missing = frozenset().union(*(lacking(backend, verb) for verb in verbs or VERBS))
     return replace(case, **{x: getattr(empty, x) for x in case.score_options if x in missing})

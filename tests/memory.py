@@ -1,4 +1,4 @@
-"""How the arrays of tests lie in memory: with strides, gaps and NaN around them."""
+"""Arrays of tests in memory: strides, gaps, and NaN around them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
 }
-# How an array of rows lies in memory. "steps" (last axis strided) and "shared-heads" (all heads are one)
-# are for inputs alone: an output in one of these cases is dense.
+# Layouts of arrays of rows. "steps" (strided last axis) and "shared-heads" (head stride 0) are for inputs only: outputs of such
+# a case are dense.
 LAYOUTS = ("dense", "bhsd", "gaps", "odd", "reversed", "steps", "shared-heads")
-# And an array of an option. "expanded": one of its axes has stride 0.
+# Layouts of option arrays. "expanded": one axis has stride 0.
 LAYOUTS_OF_OPTIONS = ("dense", "transposed", "gaps", "odd", "steps", "expanded")
 CANARY = 0xA5
 _GUARD = 64  # elements before and after every array
@@ -42,7 +42,7 @@ class Strided:
 
 
 def strided(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Strided:
-    """An array of (..., rows, heads, dim) in memory that is NaN throughout."""
+    """An array (..., rows, heads, dim) in a buffer filled with NaN."""
     ndim = len(shape)
     rows, heads = ndim - 3, ndim - 2
     order = list(range(ndim))
@@ -59,7 +59,7 @@ def strided(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Strided:
 
 
 def option_array(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Strided:
-    """An array of an option in memory that is NaN throughout, or True."""
+    """An option's array in a buffer filled with NaN, or with True for bool."""
     order = list(range(len(shape)))
     if layout == "transposed" and len(shape) > 1:
         order[-2:] = order[:-3:-1]
@@ -71,7 +71,7 @@ def option_array(shape: tuple[int, ...], dtype: np.dtype, layout: str) -> Stride
 
 
 def expanded_axis(shape: tuple[int, ...]) -> int | None:
-    """The axis that "expanded" repeats: the rows of a bias, or else the first that has more than one element."""
+    """The axis that "expanded" repeats: the second to last (the rows of a bias), else the first with several elements."""
     several = [n for n, extent in enumerate(shape) if extent > 1]
     if not several:
         return None

@@ -1,6 +1,6 @@
-"""A mistake of a user, and the message that it gets: the argument, what was got, what is accepted, how to fix it.
+"""A user's mistake and the message it gets: the argument, the value passed, what is accepted, and how to fix it.
 
-Of a message the pieces between the ellipses are told, in their order; it begins with the first.
+The expected message is given as the pieces between ellipses, in order. The message begins with the first piece.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import rawattn
 
 
 class Mistake(NamedTuple):
-    code: str  # what the user wrote
+    code: str  # the user's code
     error: type[Exception]
     says: str
 
@@ -24,7 +24,7 @@ class Mistake(NamedTuple):
 
 
 def names() -> dict[str, Any]:
-    """What the code of a mistake can name."""
+    """The names that the code of a mistake can use."""
     shapes = {
         "q": (2, 5, 4, 8),
         "k": (2, 7, 2, 8),

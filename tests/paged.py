@@ -1,4 +1,4 @@
-"""Calls on keys in pages, as data: sequences with keys of their own, scattered over a pool that holds NaN where no key is."""
+"""Paged calls, as data: each sequence has its own keys, scattered over a pool that is NaN wherever no key is stored."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Array = Any
 class Paged:
     """A call with all its arrays on the host.
 
-    packed_k, packed_v: the keys and values of all sequences without pages, one behind the other; where pages hold 8 bits,
-    in float64 and times their scales.
+    packed_k, packed_v: the keys and values without pages, sequence after sequence. For 8-bit pages they are float64 and already
+    multiplied by the scales.
     """
 
     q: Array
@@ -43,7 +43,7 @@ class Paged:
 
     @property
     def named(self) -> dict[str, Any]:
-        """All that is an argument and no option of attention."""
+        """The arguments of the call that are not options of attention."""
         names = ("q", "k_pages", "v_pages", "block_table", "seqlen_k")
         return {**{name: getattr(self, name) for name in names}, "validate": False}
 
@@ -74,7 +74,7 @@ class Paged:
         return np.broadcast_to(np.arange(self.q.shape[1]) < lengths, self.q.shape[:2])
 
     def without_pages(self) -> tuple[tuple[Array, ...], dict[str, Any]]:
-        """The same call on packed keys: what `attention` takes in group mode."""
+        """Return the same call on packed keys, as `attention` takes it in group mode."""
         rows = self.rows
         if self.q.ndim == 3:
             assert self.seqs is not None
@@ -110,11 +110,13 @@ def paged(
     float8: str = "",
     seed: int = 0,
 ) -> Paged:
-    """rows: of q in every sequence, or in each. room_q: rows of a padded batch.
+    """Make a paged call.
 
-    float8: "plain", "numbers" or "arrays": pages hold 8 bits, with scales that are such or none.
-    shared: whole pages at the beginning that the sequences have in common. spare: entries past the last page, and pages of
-    nobody. junk: what such entries hold. heads_first: the pool is (num_pages, nheads_kv, page_size, D).
+    rows: query rows, one number for all sequences or one for each. room_q: physical rows of a padded batch.
+    float8: "plain" (8-bit pages without scales), "numbers" (one scale for all heads) or "arrays" (a scale for each head).
+    shared: leading whole pages that all sequences share.
+    spare: table entries past the last page, and pages of the pool that no sequence uses. junk: the value of spare entries.
+    heads_first: in memory the pool is (num_pages, nheads_kv, page_size, D).
     """
     rng = np.random.default_rng([seed, page_size, *lens_k])
     batch = len(lens_k)
@@ -186,12 +188,13 @@ def paged(
 
 
 Expected = tuple[Array, Array, list[Array], list[Array]]
-# Of the last calls, which stay alive with it: several kernels are held to one result.
+# Results of the last two calls, so that several kernels can be checked against one reference. The calls are kept alive because
+# their id is part of the key.
 _known: dict[Any, tuple[Paged, Expected]] = {}
 
 
 def expected(call: Paged, **options: Any) -> Expected:
-    """`out` and `lse` of the reference on keys without pages, and as low precision gives them: logical rows, by row."""
+    """Return the reference's `out` and `lse` on keys without pages, and low-precision evaluations; logical rows only."""
     if not all(isinstance(x, int | float | str | tuple | None) for x in options.values()):
         return _expected(call, options)
     tables = call.block_table if isinstance(call.block_table, tuple) else (call.block_table,)
@@ -215,7 +218,7 @@ def _expected(call: Paged, options: dict[str, Any]) -> Expected:
 
 
 def verify(call: Paged, out: Array, lse: Array, **options: Any) -> None:
-    """A result against the reference; padding rows are those of arrays that the library allocates."""
+    """Check a result in arrays that the library allocates: padding rows are 0 in out and -inf in lse."""
     exact_out, exact_lse, low_out, low_lse = expected(call, **options)
     rows = call.rows
     assert out.shape == (*call.q.shape[:-1], call.v_pages.shape[-1])
@@ -230,7 +233,7 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-# Of scores, for up to three sequences of up to 9 rows and 160 keys.
+# Score options for up to three sequences of up to 9 rows and 160 keys.
 OPTIONS: dict[str, dict[str, Any]] = {
     "bias": {"bias": normal(3, 4, 9, 160, dtype=BFLOAT16)},
     "bias-of-keys": {"bias": normal(1, 160)},
@@ -244,7 +247,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def two_sequences() -> dict[str, Any]:
-    """The arrays of a call, by name: 40 and 20 keys in pages of 16."""
+    """The arguments of a call of two sequences, by name: 40 and 20 keys in pages of 16."""
     pool = normal(8, 16, 2, 8)
     return {
         "q": normal(2, 3, 4, 8),

@@ -1,4 +1,4 @@
-"""Language models of `transformers` whose attention is `append_kv` and `paged_attention`, and nothing else of them ours."""
+"""Language models of `transformers` in which `append_kv` and `paged_attention` replace the attention, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PAGE_SIZE = 8
 
 
 class Pages(NamedTuple):
-    """The caches of all layers, and which rows of which sequences are in the pass at hand."""
+    """The page pools of all layers, and the rows that the current forward pass handles."""
 
-    pools: list[tuple[Any, Any]]  # k_pages and v_pages of a layer
+    pools: list[tuple[Any, Any]]  # (k_pages, v_pages) of each layer
     block_table: Any
-    seqlen_k: Any  # grows in place
-    seqs: list[rawattn.SeqLayout | None]  # of the rows at hand; None: one of each sequence
+    seqlen_k: Any  # updated in place after each token
+    seqs: list[rawattn.SeqLayout | None]  # of this pass; None: one row each
     rotary: tuple[Any, Any]
 
 
 class PagedAttention(nn.Module):
-    """Instead of a layer's attention, with its weights."""
+    """Replaces a layer's attention and uses its weights."""
 
     def __init__(self, attention: Any, layer: int, pages: Pages) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PagedAttention(nn.Module):
             pages.block_table,
             **where,
             causal=True,
-            # transformers counts the query's own key.
+            # The window of transformers counts the query's own key.
             window=None if window is None else (window - 1, 0),
             sink_logits=getattr(own, "sinks", None),
             scale=own.scaling,
@@ -64,11 +64,11 @@ class PagedAttention(nn.Module):
 
 @torch.no_grad()
 def model(name: str, device: str) -> Any:
-    """Random weights, so large that attention tells in the logits; learned sinks of the size of scores."""
+    """Return a model with random weights, large enough for attention to matter in the logits, and sinks as large as scores."""
     made = model_of(name, "eager", device, num_hidden_layers=4, initializer_range=0.2).eval()
     generator = torch.Generator().manual_seed(1)
     if name == "gpt-oss":
-        made.set_experts_implementation("eager")  # the other one has no float64
+        made.set_experts_implementation("eager")  # the default experts do not support float64
     for layer in made.model.layers:
         if hasattr(layer.self_attn, "sinks"):
             sinks = torch.randn(layer.self_attn.sinks.shape, generator=generator)
@@ -77,7 +77,7 @@ def model(name: str, device: str) -> Any:
 
 
 def pages_of(made: Any, device: str) -> Pages:
-    """Room for all tokens, empty: NaN wherever nothing is written. Pages of a sequence lie anywhere."""
+    """Return pages for all tokens, filled with NaN. The pages of a sequence are scattered over the pool."""
     config = made.config
     attention = made.model.layers[0].self_attn
     room = -(-(max(PROMPTS) + STEPS) // PAGE_SIZE)
@@ -91,7 +91,7 @@ def pages_of(made: Any, device: str) -> Pages:
     table = torch.from_numpy(order.reshape(len(PROMPTS), room)).to(device)
     positions = torch.arange(room * PAGE_SIZE, device=device)[None]
     angles = made.model.rotary_emb(torch.zeros(1, device=device), positions)
-    # Llama's come twice, a copy for either half of a head.
+    # Llama's tables repeat the angles for both halves of a head; keep one copy.
     cos, sin = (x[0, :, : attention.head_dim // 2].contiguous() for x in angles)
     lengths = torch.tensor(PROMPTS, device=device, dtype=torch.int32)
     seqs = rawattn.SeqLayout(seqstart_q=np.cumsum([0, *PROMPTS]))
@@ -99,13 +99,13 @@ def pages_of(made: Any, device: str) -> Pages:
 
 
 def sequences(device: str) -> list[Any]:
-    """Tokens: prompts of PROMPTS, and STEPS that come one by one."""
+    """Return the tokens of each sequence: a prompt (lengths PROMPTS), then STEPS tokens that arrive one by one."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(1, 97, (n + STEPS,), generator=generator).to(device) for n in PROMPTS]
 
 
 def through_pages(made: Any, tokens: list[Any], device: str) -> list[Any]:
-    """Logits of each sequence: all prompts in one packed pass, then a token of each at a time."""
+    """Return the logits of each sequence: all prompts in one packed pass, then one token of each sequence a pass."""
     pages = pages_of(made, device)
     for n, layer in enumerate(made.model.layers):
         layer.self_attn = PagedAttention(layer.self_attn, n, pages)
@@ -122,7 +122,10 @@ def through_pages(made: Any, tokens: list[Any], device: str) -> list[Any]:
 
 @torch.no_grad()
 def verify(name: str, device: str) -> None:
-    """The logits after every token are those of the model itself, which sees whole sequences, as exactly as its own."""
+    """Check the logits against the same model in float64.
+
+    They must be about as exact as those of the original model, which sees whole sequences.
+    """
     made, tokens = model(name, device), sequences(device)
 
     def at_once(whole: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Partial results of attention, and what `combine` makes of them, for tests on every backend."""
+"""Partial results of attention, and the result of `combine` for them, for tests on every backend."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rawattn import reference
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16, "float32": np.dtype(np.float32)}
-# Of a value near 1: half a unit in the last place of a 16-bit result, some units of a float32 one.
+# Relative rounding of a result near 1: half a unit in the last place for 16-bit dtypes, 8 units for float32.
 UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 8 * 2.0**-23}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A call: how many partials of which shape, in which dtypes, and how they lie.
+    """The partials of a call of `combine`: number, shape, dtypes and layout.
 
-    layout: "dense", "heads" (heads before rows in memory), "gaps" (rows apart), "odd" (at no multiple of 16 bytes),
-    "reversed", "mixed" (one of a list lies otherwise), "sparse" (a last axis of stride 2).
-    dead: this part of the lses is -inf, and their outs are NaN.
+    layout: "dense", "heads" (heads before rows in memory), "gaps" (gaps between rows), "odd" (not aligned to 16 bytes),
+    "reversed", "mixed" (one array of the list has another layout), "sparse" (last axis of stride 2).
+    dead: the fraction of lse elements that are -inf; their rows of out are NaN.
     """
 
     name: str = "plain"
@@ -78,7 +78,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Call:
-    """Arrays of NumPy, as they are given, and their values one by one."""
+    """NumPy arrays as they are passed, and the same values as lists of separate arrays."""
 
     form: Form
     outs: Any
@@ -90,7 +90,7 @@ class Call:
         return {} if self.form.result is None else {"dtype": self.form.result}
 
     def check(self, out: Any, lse: Any) -> None:
-        """Results against the reference, which must not be NaN."""
+        """Check the results against the reference; they must not be NaN."""
         form = self.form
         exact, exact_lse = reference.combine(self.values, self.logs)
         name = form.result or form.dtype
@@ -120,7 +120,7 @@ def call_of(form: Form, seed: int = 0) -> Call:
         out[np.swapaxes(lse == -np.inf, -1, -2)] = np.nan
         values.append(out)
         logs.append(lse)
-    if form.dead and values[0].size and form.count < 9:  # one row sees nothing at all
+    if form.dead and values[0].size and form.count < 9:  # one row sees no key in any partial
         for out, lse in zip(values, logs, strict=True):
             lse[..., 0, 0] = -np.inf
             out[..., 0, 0, :] = np.nan
@@ -138,7 +138,7 @@ def _given(arrays: list[np.ndarray], stacked: bool, layout: str) -> Any:
 
 
 def lying(array: np.ndarray, layout: str) -> np.ndarray:
-    """The same values with other strides."""
+    """Return the same values with the strides of `layout`."""
     if layout == "heads":
         return np.ascontiguousarray(array.swapaxes(-3, -2)).swapaxes(-3, -2)
     if layout == "reversed":
@@ -157,7 +157,7 @@ def lying(array: np.ndarray, layout: str) -> np.ndarray:
 def pieces(
     attend: Callable[..., Any], q: Any, k: Any, v: Any, ends: list[int], **options: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Attention over each piece of the keys: outs and lses."""
+    """Attend to each piece of the keys separately; return the outs and lses."""
     bounds = zip([0, *ends], [*ends, k.shape[1]], strict=True)
     results = [attend(q, k[:, a:b], v[:, a:b], return_lse=True, **options) for a, b in bounds]
     return [out for out, _ in results], [lse for _, lse in results]

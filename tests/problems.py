@@ -1,4 +1,4 @@
-"""Shapes of a call and the `Problem` that it is, as a verb describes it; one of many heads, and a GPU to choose kernels for."""
+"""Shapes of small calls, the `Problem` of a call as a verb describes it, and a GPU for which tests choose kernels."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CALL_OF_MANY = Problem(
 
 
 def arrays(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float16) -> dict[str, np.ndarray]:
-    """Arrays of any size without the memory for them."""
+    """Return arrays of any size that take almost no memory."""
     return {name: np.broadcast_to(np.zeros((), dtype), shape) for name, shape in shapes.items()}
 
 
 def problem(shapes: dict[str, tuple[int, ...]] = BATCH, **options: Any) -> Problem:
-    """As a verb describes a call: arrays of options are inputs of their own."""
+    """Return the `Problem` that a verb makes of a call. Arrays of options are separate inputs."""
     given = with_arrays(FORWARD, Options(**options))
     named = dict(zip(given.verb.extra_inputs, given.arrays, strict=True))
     return describe(**arrays(shapes), options=given.options, arrays=named)[0]

@@ -1,4 +1,4 @@
-"""Cases drawn from everything that a call may be."""
+"""Random cases, from everything that a call may be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.memory import LAYOUTS
 
 
 def random_case(seed: int) -> Case:
-    """Any call of the contract, the same for the same seed."""
+    """Return a random valid call, the same for the same seed."""
     rng = np.random.default_rng(seed)
 
     def some(*choices: Any) -> Any:
@@ -41,7 +41,7 @@ def random_case(seed: int) -> Case:
     nheads_kv = int(rng.integers(1, 4))
     dim = headdim()
     dim_v = some(dim, dim, headdim())
-    # Wide float32 kernels take several times as long to compile as the others: fewer of them.
+    # Wide float32 kernels take several times as long to compile as the others, so they are drawn less often.
     wide = max(dim, dim_v) > 128 and rng.random() < 0.7
     window = some(
         None, None, (int(rng.integers(0, 100)), int(rng.integers(0, 100))),

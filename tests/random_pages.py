@@ -1,4 +1,4 @@
-"""Calls on keys in pages, drawn from everything that one may be."""
+"""Random paged calls, from everything that one may be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RandomPages(NamedTuple):
 
 
 def random_pages(seed: int) -> RandomPages:
-    """The same for the same seed. Half of the pools hold 8 bits."""
+    """Return a random paged call, the same for the same seed. Half of the pools hold 8-bit elements."""
     rng = np.random.default_rng([seed, 8])
 
     def some(*choices: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The contract's rules written out pair by pair, and the arrays that the reference is tried with."""
+"""The contract's rules, evaluated pair by pair, and arrays for tests of the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def visible_by_rule(
     sink: int = 0,
     align: str = "bottom-right",
 ) -> np.ndarray:
-    """The rule of the contract, one pair at a time."""
+    """Apply the contract's visibility rule to one (row, key) pair at a time."""
     offset = seqlen_k - seqlen_q if align == "bottom-right" else 0
     seen = np.zeros((seqlen_q, seqlen_k), bool)
     for i in range(seqlen_q):
@@ -38,7 +38,10 @@ def visible_by_rule(
 
 
 def by_definition(q, k, v, s_of, keep=None) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence: q (rows, nheads_q, D). `s_of(s, h, i, j)` is the score, None where hidden."""
+    """Attention of one sequence by definition; q is (rows, nheads_q, D).
+
+    `s_of(s, h, i, j)` returns the score, or None where the key is hidden.
+    """
     nheads_q, group = q.shape[1], q.shape[1] // k.shape[1]
     out = np.zeros((q.shape[0], nheads_q, v.shape[2]))
     lse = np.full((nheads_q, q.shape[0]), -np.inf)
@@ -58,7 +61,7 @@ def by_definition(q, k, v, s_of, keep=None) -> tuple[np.ndarray, np.ndarray]:
 
 
 TILTED = ScoreMod("score * (1 + 0.1 * head) + 0.01 * q_idx * kv_idx")
-# Its derivative depends on the score, and it hides key 1 from row 2.
+# The derivative depends on the score, and key 1 is hidden from row 2.
 SQUARED = ScoreMod(
     "where(q_idx == 2 and kv_idx == 1, -inf, score + 0.25 * score * score + 0.1 * batch)"
 )
@@ -73,7 +76,7 @@ PADDED = SeqLayout(seqlen_q=LENS_Q, seqlen_k=LENS_K)
 
 
 def spots(seqs: SeqLayout, side: str) -> list[Any]:
-    """Where the rows of each sequence lie in an array of (..., rows, heads[, dim])."""
+    """Return an index for each sequence that selects its rows in an array (..., rows, heads[, dim])."""
     lens = LENS_Q if side == "q" else LENS_K
     if seqs is PADDED:
         return [np.s_[b, :n] for b, n in enumerate(lens)]
@@ -82,7 +85,7 @@ def spots(seqs: SeqLayout, side: str) -> list[Any]:
 
 
 def scattered(seqs: SeqLayout, side: str, pieces: list[np.ndarray]) -> np.ndarray:
-    """Pieces (rows, ...) of every sequence in an array that is NaN elsewhere."""
+    """Put each sequence's piece (rows, ...) into an array that is NaN elsewhere."""
     rooms = ((4, 6) if side == "q" else (4, 8)) if seqs is PADDED else (16 if side == "q" else 25,)
     array = np.full((*rooms, *pieces[0].shape[1:]), np.nan)
     for spot, piece in zip(spots(seqs, side), pieces, strict=True):
@@ -91,7 +94,7 @@ def scattered(seqs: SeqLayout, side: str, pieces: list[np.ndarray]) -> np.ndarra
 
 
 def outside(seqs: SeqLayout, side: str, array: np.ndarray) -> np.ndarray:
-    """The rows of padding."""
+    """Return the padding rows."""
     rows = np.ones(array.shape[: 2 if seqs is PADDED else 1], bool)
     for spot in spots(seqs, side):
         rows[spot] = False

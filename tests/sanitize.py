@@ -36,7 +36,7 @@ from tests.sanitized_calls import (
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 _OPTIONS = {
-    # Allocations are padded apart, so that an access just past one does not hit the next.
+    # Pads allocations, so that an access just past the end of one does not land in the next.
     "memcheck": ["--padding", "256", "--report-api-errors", "no"],
     "racecheck": [],
     "synccheck": [],
@@ -46,10 +46,10 @@ _DONE = "calls ran to their end"
 
 
 def run_calls(part: int, parts: int) -> int:
-    """Runs every `parts`-th call, and returns how many those were."""
+    """Run every `parts`-th call, from number `part`; return how many ran."""
     import cupy
 
-    # From a pool, an access outside an array would land in memory that is allocated all the same.
+    # In a memory pool, an access outside an array would still hit allocated memory.
     cupy.cuda.set_allocator(None)
     junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
     ours = [*page_calls(), *append_calls(), *gathered_calls(), *decoded_calls()]
@@ -67,9 +67,9 @@ def run_calls(part: int, parts: int) -> int:
 
 
 def run_tool(tool: str | None, jobs: int) -> dict[str, int] | None:
-    """Runs all calls in `jobs` processes at once: counts of calls and of findings.
+    """Run all calls in `jobs` processes at once; return the counts of calls and findings.
 
-    None if a process did not reach its end. What the processes print beside their counts is shown.
+    None if a process did not reach its end. Other output of the processes is printed.
     """
     started = time.perf_counter()
     with ThreadPoolExecutor(jobs) as pool:
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     for tool in args.tool or TOOLS:
         result = run_tool(tool, args.jobs)
         if result is not None:
-            enter({tool: result})  # at once: what comes behind may be cut off
+            enter({tool: result})  # at once, since a later tool may be cut off
         clean = clean and result is not None and result["findings"] == 0
     return 0 if clean else 1
 
