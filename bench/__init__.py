@@ -1,1 +1,1 @@
-"""Scripts of the repository that measure; the package has `rawattn bench`."""
+"""Benchmark scripts of the repository. The installed package has `rawattn bench`."""

@@ -36,7 +36,7 @@ _DTYPE, _ITEMSIZE = "bfloat16", 2
 _PAGE_SIZE = 16
 _HEADDIMS = (64, 64, 80, 96, 128, 128, 192, 256)
 _LEAST_BYTES, _MOST_BYTES = 2e5, 3e8
-_MOST_ROWS = 64  # that share keys
+_MOST_ROWS = 64  # bound on rows x GQA group
 _SIDES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "chosen": contextlib.nullcontext,
     "decode": lambda: only("decode"),
@@ -45,7 +45,10 @@ _SIDES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 class Shape(NamedTuple):
-    """keys: how they lie, or what else there is, a word of KEYS."""
+    """One call.
+
+    keys: an entry of KEYS: the keys lie in pages, or in rows, and with rows there may be a bias or a mask.
+    """
 
     keys: str
     batch: int
@@ -57,12 +60,12 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values."""
+        """The bytes of keys and values."""
         return 2 * _ITEMSIZE * self.batch * self.seqlen_k * self.nheads_kv * self.headdim
 
 
 def draw(source: random.Random, keys: str) -> Shape:
-    """Lengths and batches are spread by their logarithm."""
+    """Draw a random shape; batch and seqlen_k are log-uniform."""
     while True:
         group = source.choice((1, 1, 2, 4, 4, 7, 8, 16))
         nheads_kv = source.choice((1, 2, 4, 8, 8, 16, 32))
@@ -85,14 +88,17 @@ def _between(source: random.Random, least: int, most: int) -> int:
 
 
 class Inputs(NamedTuple):
-    """CuPy arrays; options: those of `attention` or `paged_attention`, whose table comes behind keys and values."""
+    """CuPy arrays and options of one call.
+
+    arrays: those of `attention` or `paged_attention`; the block table follows keys and values.
+    """
 
     arrays: tuple[Any, ...]
     options: dict[str, Any]
 
 
 def make(shape: Shape) -> Inputs:
-    """Pages lie in no order, and a mask hides the last eighth of the last sequence's keys."""
+    """Make random inputs. Pages are scattered over the pool; a mask hides the last eighth of the last sequence's keys."""
     import cupy
 
     batch, keys, heads = shape.batch, shape.seqlen_k, (shape.nheads_kv, shape.headdim)
@@ -114,7 +120,7 @@ def make(shape: Shape) -> Inputs:
 
 
 def call(inputs: Inputs, scope: Callable[[], AbstractContextManager[Any]]) -> Call:
-    """Of the library, in that scope."""
+    """Return a function that calls the library within this scope."""
     verb = rawattn.paged_attention if len(inputs.arrays) > 3 else rawattn.attention
 
     def made() -> Any:
@@ -125,7 +131,7 @@ def call(inputs: Inputs, scope: Callable[[], AbstractContextManager[Any]]) -> Ca
 
 
 def measure(shape: Shape) -> dict[str, float]:
-    """Microseconds of a call by who makes it. Who cannot is left out."""
+    """Return the microseconds of a call by entrant; an entrant that cannot make the call is left out."""
     sets = [make(shape) for _ in range(graphs.sets(shape.nbytes))]
     entrants: dict[str, Entrant] = {
         side: graphs.entrant(graphs.of_cupy, [call(x, scope) for x in sets], shape.nbytes)
@@ -137,7 +143,7 @@ def measure(shape: Shape) -> dict[str, float]:
             q, k, v = x.arrays
             hidden = x.options.get("bias", x.options.get("mask"))
             theirs.append(graph_peers.sdpa("CUDNN_ATTENTION", q, k, v, False, hidden))
-        with contextlib.suppress(Exception):  # torch says no in many ways
+        with contextlib.suppress(Exception):  # torch raises many kinds of errors
             entrants[CUDNN] = graphs.entrant(graphs.of_torch, theirs, shape.nbytes)
     found = race(entrants, repeats=3)
     return {
@@ -148,7 +154,7 @@ def measure(shape: Shape) -> dict[str, float]:
 
 
 def summary(results: Sequence[tuple[Shape, dict[str, float]]]) -> list[str]:
-    """What the choice loses, and what cuDNN gains, with the ten shapes of each that lose most."""
+    """Compare the chosen kernel with the fastest one and with cuDNN; list the ten worst shapes of each comparison."""
     lines = []
     for title, others in (("the quicker kernel", ("decode", "forward")), (CUDNN, (CUDNN,))):
         over = [

@@ -1,11 +1,11 @@
-"""Measures candidate tile shapes on this machine and writes the tables that the library chooses from. --help says how."""
+"""Measure candidate tile shapes on this GPU and write the tile tables that the library reads. See --help."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-# The checkout that this file lies in, whatever is installed: its tables are read and written.
+# Import from the checkout that contains this file, not from an installed package: its tables are read and written.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.tuning import command

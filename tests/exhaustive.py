@@ -1,8 +1,8 @@
 """Which cases every run includes, and which only `pytest --exhaustive`.
 
 The curated cases take every path of the forward and backward kernels at least once, and the common paths of the other kernels.
-Cases that multiply these (every tile under every mask, more orders of axes, more random cases) are marked `exhaustive`. Those
-that need a GPU run in .ci/gpu, the others in .ci/nightly.
+Cases that multiply these (every tile under every mask, more orders in which threads run and copies arrive, more random cases)
+are marked `exhaustive`. Those that need a GPU run in .ci/gpu, the others in .ci/nightly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 OPTION = "--exhaustive"
-# The cost of compiling one kernel of the simulated GPU (on the CPU), in units of running one case.
+# The cost of compiling one kernel for the CPU (tests/shim), in units of running one case.
 _COMPILE = 4
 
 T = TypeVar("T")

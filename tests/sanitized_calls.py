@@ -1,4 +1,4 @@
-"""Few small calls that together take every path of every kernel, for compute-sanitizer (tests/sanitize.py)."""
+"""A small set of calls that together take every path of every kernel, for compute-sanitizer (tests/sanitize.py)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class Step:
-    """A call, and the shared memory that decides on its tile shape (None: that of the GPU)."""
+    """A call, and the shared memory limit that selects its tile shape (None: the GPU's own limit)."""
 
     case: Case
     shared_limit: int | None = None
@@ -68,7 +68,7 @@ class Step:
 
 
 def matrix() -> list[Step]:
-    """Few small calls that together take every path of every kernel."""
+    """Return the calls of attention and its backward."""
     steps = [
         Step(case, shape.shared_limit, backward)
         for backward, shapes in ((False, tile_shapes()), (True, backward_tile_shapes()))
@@ -101,12 +101,13 @@ def matrix() -> list[Step]:
                 "window", (130, 0, 33), (30, 9, 200), **one, headdim=headdim, window=(60, 9), sink=5
             )
         )
-        # Heads that share a tile of Hopper's forward: in 48 query rows each at D 128, or in 16.
+        # GQA groups whose heads share a query tile of Hopper's forward: at D 128 with 48 rows of each of 4 heads, or 16 of each
+        # of 12.
         for n, heads in enumerate((4, 12)):
             knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 1}
             masks: dict[str, Any] = {"window": (40, 9)} if n else {"causal": True}
             cases.append(ragged("group", (130, 0, 33), (30, 9, 200), **knobs, **masks))
-        # Heads that it has query by query.
+        # GQA groups of 5, whose rows Hopper's forward orders query by query.
         knobs = {"headdim": headdim, "nheads_q": 10, "nheads_kv": 2}
         cases.append(ragged("chunks", (30, 0, 17), (90, 9, 200), **knobs, causal=True))
         # Hopper's tiles for long sequences.
@@ -118,7 +119,7 @@ def matrix() -> list[Step]:
         for case in (
             dense("causal", 1, 400, 300, **knobs, nheads_q=1, causal=True),
             ragged("group", (300, 0, 33), (30, 9, 200), **knobs, nheads_q=4, window=(60, 9)),
-            # Neither all tiles of a head are kept for the end, nor none.
+            # Some tiles of a head are kept for the end, but not all.
             dense("kept", 5, 600, 600, headdim=headdim, nheads_q=14, nheads_kv=14, causal=True),
         ):
             steps.append(Step(case, around=clusters))
@@ -151,7 +152,7 @@ def matrix() -> list[Step]:
     steps.append(Step(ragged("ragged-parts", *lens, **one, headdim=64), backward=True))
     masked = dense("mask-parts", 1, 2000, 200, **one, headdim=64, mask=Pairs(values="random"))
     steps.append(Step(masked, backward=True))
-    # What is shared out without being made to: by one consumer, which merges two items at a time.
+    # These are split along keys without being forced to: with one consumer warpgroup, which merges two items at a time.
     for headdim in (64, 128, 256):
         steps.append(Step(dense("few", 1, 40, 1500, **knobs, headdim=headdim)))
     lens = (150, 9, 0), (700, 500, 40)
@@ -166,7 +167,7 @@ def matrix() -> list[Step]:
 
 
 def score_steps() -> list[Step]:
-    """Each option that changes scores, and all of them, by Hopper's forward and by the portable kernels."""
+    """Each score option alone, and all of them, on Hopper's forward and on the portable kernels."""
     lens = (130, 0, 33), (30, 9, 200)
     sizes: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "headdim": 64}
     everything: dict[str, Any] = {}
@@ -191,7 +192,7 @@ def score_steps() -> list[Step]:
         dense("bias-copied", 3, 70, 91, **sizes, bias=Pairs(batch=False, heads="one")),
         dense("bias-by-rows", 1, 140, 203, **{**sizes, "headdim": 128}, bias=Pairs(heads="kv")),
     ]
-    # Of float32 the portable kernels alone.
+    # Only the portable kernels take float32.
     steps = [
         Step(case, around=partial(only, family))
         for case in cases
@@ -205,7 +206,10 @@ def score_steps() -> list[Step]:
 
 
 def split_steps(everything: dict[str, Any]) -> list[Step]:
-    """Keys split among blocks, with options of scores too. One call has pieces that see nothing, another more than one each."""
+    """Split-KV calls, with and without score options.
+
+    Some have pieces that see no key, others have pieces of several key tiles.
+    """
     lens = (130, 0, 33), (30, 9, 1200)
     sizes: dict[str, Any] = {"nheads_q": 4, "nheads_kv": 2, "headdim": 64}
     cases = [
@@ -224,7 +228,7 @@ def split_steps(everything: dict[str, Any]) -> list[Step]:
 
 
 def page_calls() -> list[Callable[[], None]]:
-    """Keys in pages: tiles within pages, pages within tiles, both kinds of tables, splits."""
+    """Paged calls: key tiles within a page, pages within a key tile, both forms of block table, and split-KV."""
     lens = (130, 0, 33, 700)
     masks: dict[str, Any] = {"window": (60, 0), "sink": 4}
     return [
@@ -283,7 +287,7 @@ def page_calls() -> list[Callable[[], None]]:
 
 
 def append_calls() -> list[Callable[[], None]]:
-    """New rows into pages: both styles of a rotary embedding and none, wide accesses and narrow ones."""
+    """Calls of `append_kv`: both rotary styles and none, with wide and narrow memory accesses."""
     lens = (130, 1, 33, 700)
     new: dict[str, Any] = {"rows": (40, 0, 9, 130), "room_q": 140}
     calls = [
@@ -300,7 +304,7 @@ def append_calls() -> list[Callable[[], None]]:
 
 
 def gathered_calls() -> list[Callable[[], None]]:
-    """Rows that share their keys: each family on the kept ones, backwards, and lists as sequences."""
+    """Rows that share a list of kept keys: the forward of each family, the backward, and lists treated as sequences."""
     families = zip(("sm90", "portable"), RULES[1:], strict=True)
     return [
         *(partial(check_gathered, family, 100, options) for family, options in families),
@@ -316,7 +320,7 @@ def gathered_calls() -> list[Callable[[], None]]:
 
 
 def decoded_calls() -> list[Callable[[], None]]:
-    """Few rows whose scores are more than products, and short sequences, each a part of its own."""
+    """Few query rows with score options, and short sequences that each are a part of their own."""
     names = ("bias", "alibi", "line", "text", "together", "bias-32", "bias-of-keys")
     return [
         *(
@@ -332,13 +336,13 @@ def _check_append(call: Appended, on_device: bool) -> None:
     call.verify(*write(call, on_device=on_device))
 
 
-# Cases of Hopper's forward kernel, and of what the backward does not have.
+# Names of cases that are not run backward.
 FORWARD_ALONE = ("causal", "window", "group", "long", "without-lse")
 
 
 def cases_of(shape: TileShape, n: int) -> list[Case]:
-    """For the n-th tile shape."""
-    # The two 16-bit types differ in nothing but the product's instruction: half of each.
+    """Return the cases for the n-th tile shape."""
+    # float16 and bfloat16 kernels differ only in their mma instruction, so the shapes alternate between the two.
     dtype = "float16" if shape.dtype == "bfloat16" and n % 2 else shape.dtype
     knobs = {"dtype": dtype, "headdim": shape.headdim, "nheads_kv": 1}
     lens = (130, 0, 33), (30, 9, 200)

@@ -1,6 +1,6 @@
-"""The options that change scores and probabilities, as data of a `Case`, and the arrays that they take.
+"""The options that change scores and probabilities, as fields of a `Case`, and the arrays that they take.
 
-Elements that no sequence has are NaN in a bias, and bits of chance in a mask.
+Elements outside every sequence are NaN in a bias and random in a mask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import rawattn
 from tests.memory import DTYPES, Strided, expanded_axis, option_array
 
-# Of `Case`, in the order in which calls name what they lack.
+# Score options, as fields of `Case`, in the order in which error messages list missing ones.
 OPTIONS = (
     "softcap",
     "score_mod",
@@ -24,15 +24,15 @@ OPTIONS = (
     "sink_logits",
     "dropout_p",
 )
-_FULL, _LONG = 128, 200  # keys of a tile, and of more than one
+_FULL, _LONG = 128, 200  # keys of one key tile, and of several
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """An array that broadcasts to (batch, heads, rows, keys): a bias, or a mask.
+    """A bias or mask, as an array that broadcasts to (batch, heads, rows, keys).
 
-    heads: "one", "kv" or "q". short: without its leading axes of one element. beyond: rows and keys that it has past the
-    longest sequence, in group mode. float32: a bias, whatever q is.
+    heads: "one", "kv" or "q". short: without leading axes of one element. beyond: extra rows and keys past the longest
+    sequence, in group mode. float32: makes a bias float32, whatever the dtype of q.
     """
 
     values: str = "normal"
@@ -47,7 +47,7 @@ class Pairs:
 
 
 class Sizes(Protocol):
-    """What a `Case` says of its call."""
+    """The attributes of a `Case` that this module reads."""
 
     dtype: str
     nheads_q: int
@@ -70,7 +70,7 @@ class Sizes(Protocol):
     def side_k(self) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
 
 
-# By name: the text, what it captures, and which of that is differentiated.
+# By name: (text, captured arrays, the captured arrays that have a gradient).
 SCORE_MODS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "scaled": ("score * 1.25", (), ()),
     "relative": ("score + 0.02 * (kv_idx - q_idx)", (), ()),
@@ -109,7 +109,7 @@ def score_mod_of(case: Sizes, captured: dict[str, Any]) -> Any:
 
 
 def arrays_of(case: Sizes) -> dict[str, Strided]:
-    """By option; the seed is among them where it lies in an array."""
+    """Return the option arrays by option name, including the seed if it is an array."""
     rng = np.random.default_rng([5, case.seed])
     found: dict[str, Strided] = {}
     if case.bias is not None:
@@ -137,7 +137,7 @@ def _seed(case: Sizes) -> Strided:
 
 
 def _slopes(case: Sizes) -> Strided:
-    """Of distances: one that rewards them is among them."""
+    """ALiBi slopes. With more than two heads, one slope is negative and so rewards distance."""
     slopes = 2.0 ** -(8 * np.arange(1, case.nheads_q + 1) / case.nheads_q)
     if case.nheads_q > 2:
         slopes[1] *= -0.25
@@ -152,7 +152,7 @@ def _slopes(case: Sizes) -> Strided:
 
 
 def _sinks(case: Sizes, rng: np.random.Generator) -> Strided:
-    """ "normal", or "hidden": every other head has none."""
+    """Learned sinks; with "hidden" those of every other head are -inf."""
     logits = 2 * rng.standard_normal(case.nheads_q)
     if case.sink_logits == "hidden":
         logits[::2] = -np.inf
@@ -169,14 +169,14 @@ def _pairs(case: Sizes, spec: Pairs, dtype: np.dtype, rng: np.random.Generator) 
     used = pairs_used(case, spec)
     values = _values(spec.values, whole, dtype, rng, _least(case))
     if dtype.kind == "b":
-        # What no sequence has may be anything: kernels must not read it, nor skip a tile for it.
+        # Elements outside every sequence are random: kernels must not read them, nor skip a tile because of them.
         values = np.where(used, values, rng.random(whole) < 0.5)
     else:
         values = np.where(used, values, np.nan)
     if spec.layout == "expanded" and (axis := expanded_axis(whole)) is not None:
         first = np.expand_dims(
             np.argmax(used, axis=axis), axis
-        )  # an element that has a number, where there is one
+        )  # of an element inside a sequence, if there is one
         values = np.broadcast_to(np.take_along_axis(values, first, axis), whole)
     with np.errstate(over="ignore"):
         view[...] = values.astype(dtype)
@@ -187,7 +187,7 @@ def _pairs(case: Sizes, spec: Pairs, dtype: np.dtype, rng: np.random.Generator) 
 
 
 def pairs_shape(case: Sizes, spec: Pairs) -> tuple[int, int, int, int]:
-    """With all four axes."""
+    """Return the shape with all four axes."""
     sides = (
         max((lens if case.group else rooms), default=0) + (beyond if case.group else 0)
         for (lens, rooms), beyond in zip((case.side_q, case.side_k), spec.beyond, strict=True)
@@ -200,7 +200,7 @@ def pairs_shape(case: Sizes, spec: Pairs) -> tuple[int, int, int, int]:
 
 
 def pairs_used(case: Sizes, spec: Pairs) -> np.ndarray:
-    """Where some sequence has a row and a key."""
+    """True where some sequence has both the row and the key."""
     shape = pairs_shape(case, spec)
     used = np.zeros(shape, bool)
     for n, (rows, keys) in enumerate(zip(case.lens_q, case.lens_k, strict=True)):
@@ -212,7 +212,10 @@ def pairs_used(case: Sizes, spec: Pairs) -> np.ndarray:
 
 
 def _least(case: Sizes) -> float:
-    """What masks of numbers hide keys with. In float16 a score beside its least number would be past it."""
+    """Return the large negative number with which a bias hides keys.
+
+    float16 uses -6e4, because its least number would overflow when a score is added.
+    """
     return -6e4 if case.dtype == "float16" else float(ml_dtypes.finfo(case.dtype).min)
 
 
@@ -220,19 +223,19 @@ def _values(
     kind: str, shape: tuple[int, ...], dtype: np.dtype, rng: np.random.Generator, least: float
 ) -> np.ndarray:
     i, j = np.arange(shape[2])[:, None], np.arange(shape[3])[None, :]
-    # Which keys are left, for a mask and for what of a bias is not -inf.
+    # Predicates of the visible pairs: True in a mask, and finite in a bias.
     kept = {
         "random": lambda: rng.random(shape) < 0.7,
         "sparse": lambda: rng.random(shape) < 0.05,
         "checkerboard": lambda: (i + j) % 2 == 0,
         "anti-causal": lambda: j > i,
         "tiles": lambda: (i // 64 + j // 64) % 2 == 0,
-        "late-keys": lambda: j >= min(_LONG, shape[3] // 2),  # dead tiles before live ones
+        "late-keys": lambda: j >= min(_LONG, shape[3] // 2),  # leading tiles have no visible key
         "early-keys": lambda: j < _FULL // 2,
-        "some-rows": lambda: (i % 3 != 1) & (j >= 0),  # rows that are dead inside of live tiles
+        "some-rows": lambda: (i % 3 != 1) & (j >= 0),  # hidden rows within visible tiles
         "late-start": lambda: (
             j >= (i * 37) % (_FULL + 50)
-        ),  # rows that begin to live at several keys
+        ),  # the first visible key differs between rows
         "diagonal": lambda: i == j,
         "nothing": lambda: np.zeros(shape, bool),
     }.get(kind)

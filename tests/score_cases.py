@@ -1,4 +1,4 @@
-"""Calls with the options that change scores and probabilities: curated ones, and draws of chance."""
+"""Calls with the options that change scores and probabilities: curated and random ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOMS = {
     "by_q": "seqlen",
     "by_k": "seqlen",
 }
-# One of each option, as small as it can be while it does something.
+# The arguments that turn on each option, as small as they can be and still have an effect.
 EACH: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.5},
     "score_mod": {"score_mod": "slopes"},
@@ -34,19 +34,22 @@ EACH: dict[str, dict[str, Any]] = {
 }
 
 
-# What `_alone` has of each option, the two of 16-bit types first.
+# The number of cases that `_alone` has for each option; the two 16-bit dtypes come first.
 _CASES_OF_ONE = 10
 
 
 def curated_scores() -> list[Case]:
-    """The calls worth a name."""
+    """The curated cases."""
     cases = [*_alone(), *_together(), *_broadcast(), *_memory(), *_dead(), *_dims(), *_numbers()]
     assert len({str(case) for case in cases}) == len(cases), "two cases share a name"
     return cases
 
 
 def few(cases: list[Case]) -> list[Any]:
-    """Parameters of a test: each combination of options once, each dtype and each layout of sequences; the others marked."""
+    """Parameters of a test that cover each combination of options, each dtype and each batch layout.
+
+    The other cases are marked as exhaustive.
+    """
     return exhaustive.mark(
         cases,
         lambda case: {
@@ -58,16 +61,16 @@ def few(cases: list[Case]) -> list[Any]:
 
 
 def scores_of_kernels() -> list[Case]:
-    """Those for a GPU, where each constant of a kernel takes seconds of its compiler.
+    """The cases for a GPU, where each new constant of a kernel costs seconds of compilation.
 
-    Each option by itself, of one 16-bit type and of float32, and all that reaches a kernel as numbers. Of two options together
-    and of options at the six head dims a sample.
+    They hold each option alone in one 16-bit dtype and in float32, and everything that reaches a kernel as numbers. They only
+    sample the pairs of options, and the options at the six head dims.
     """
     rng = np.random.default_rng(0)
     pairs = set(rng.choice(21, 6, replace=False).tolist())
     cases: list[Case] = []
     for n, case in enumerate(_alone()):
-        # Two 16-bit types, two ways to limit keys, two to lay a batch out: in turns.
+        # Options alternate between the 16-bit dtypes, between causal and window, and between packed and padded batches.
         option, which = divmod(n, _CASES_OF_ONE)
         if which not in ((1, 4, 6), (0, 3, 5))[option % 2]:
             cases.append(case)
@@ -117,7 +120,7 @@ def _together() -> list[Case]:
 
 
 def _broadcast() -> list[Case]:
-    """Every pattern of axes that a bias may have, and a few of a mask; of both modes, with and without leading axes."""
+    """Every pattern of broadcast axes of a bias and a few of a mask, in both modes, with and without leading axes."""
     cases = []
     for n in range(24):
         heads = ("one", "kv", "q")[n % 3]
@@ -166,7 +169,7 @@ def _memory() -> list[Case]:
 
 
 def _dead() -> list[Case]:
-    """Tiles, rows and calls without a visible key."""
+    """Tiles, rows and calls in which no key is visible."""
     cases = []
     for values in (
         "late-keys", "early-keys", "some-rows", "late-start", "anti-causal", "checkerboard", "tiles", "diagonal",
@@ -245,13 +248,13 @@ def _numbers() -> list[Case]:
         dense("dropout-0", 1, 90, 300, dropout_p=0.0, sink_logits="normal"),
         dense("alibi-wide", 1, 70, 1000, alibi_slopes="heads", nheads_q=8, nheads_kv=2),
         dense("alibi-top-left", 1, 70, 300, alibi_slopes="heads", align="top-left"),
-        # Rows past the end of a tile would have probabilities beyond all numbers.
+        # In rows past the last one, which the last tile still computes, probabilities would overflow.
         dense("alibi-negative", 1, 70, 1000, alibi_slopes="negative", causal=True),
         ragged("alibi-negative-packed", *_LENS, **_TWO, alibi_slopes="negative", causal=True),
-        # In the backward products begin with slopes over the scale.
+        # The backward starts its score accumulators from slope / scale.
         dense("alibi-scale-0", 1, 90, 300, alibi_slopes="heads", scale=0.0, causal=True),
         dense("alibi-negative-scale", 1, 90, 300, alibi_slopes="heads", scale=-0.3, causal=True),
-        # Of keys alone, which Hopper's forward reads as they come.
+        # Masks that depend on the key only, which Hopper's forward reads as they are.
         *(
             dense(f"mask-of-keys-{form}-d{d}", 3, 150, 333, **_TWO, headdim=d, **more,
                   mask=Pairs(values=form, heads="one", rows=False))
@@ -262,7 +265,7 @@ def _numbers() -> list[Case]:
         ),
         dense("mask-of-keys-once", 2, 700, 900, **_TWO, mask=Pairs(values="late-start", batch=False, heads="one", rows=False)),
         dense("alibi-tiny-scale", 1, 90, 300, alibi_slopes="heads", scale=1e-25),
-        # Keys on both sides of the diagonal, of rows that begin before the first key or behind the last one too.
+        # Keys on both sides of the diagonal, also in rows whose diagonal lies before the first key or past the last one.
         *(
             dense(f"alibi-both-sides-d{d}", 2, *lens, **_TWO, headdim=d, alibi_slopes="heads")
             for d, lens in ((64, (300, 210)), (96, (130, 700)), (128, (300, 210)), (256, (150, 333)))
@@ -274,7 +277,7 @@ def _numbers() -> list[Case]:
 
 
 def random_score_case(seed: int) -> Case:
-    """`random_case` with any of the options, the same for the same seed."""
+    """A `random_case` with random score options, the same for the same seed."""
     case, rng = random_case(seed), np.random.default_rng([seed, 1])
 
     def some(*choices: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Texts in the language of scores, random ones and those at its edges, with what they capture."""
+"""Random and edge-case texts of the score language, with the arrays that they capture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def used(text: str) -> dict[str, Any]:
 
 
 def score_mod(text: str) -> ScoreMod:
-    """With all of its float arrays in wrt."""
+    """Make a ScoreMod in which all captured float arrays have gradients."""
     captured = used(text)
     wrt = tuple(name for name in ("slope", "table") if name in captured)
     return ScoreMod(text, wrt=wrt, **captured)
@@ -42,13 +42,13 @@ def predicate(text: str) -> Predicate:
 
 
 def positions(count: int, seed: int = 0) -> dict[str, Any]:
-    """Arrays of positions by name, with indices outside of what is captured."""
+    """Return random positions by name. Some are out of range of the captured arrays."""
     draw = np.random.default_rng(seed)
     return {name: draw.integers(0, 12, count) for name in POSITION}
 
 
 def values_of(mod: ScoreMod | Predicate, score: Any = 0.0, **at: Any) -> np.ndarray:
-    """In the type of the score, float64 unless it has one."""
+    """Evaluate in the dtype of `score`, or in float64 if it is a plain number."""
     where = [np.asarray(at.get(name, 0)) for name in POSITION]
     if isinstance(mod, Predicate):
         return numpy_eval.holds(mod.text, *where, mod.arrays, mod.scalars)
@@ -56,7 +56,7 @@ def values_of(mod: ScoreMod | Predicate, score: Any = 0.0, **at: Any) -> np.ndar
     return numpy_eval.evaluate(mod.text, score, *where, mod.arrays, mod.scalars)
 
 
-# What texts give at score 3, head 1 and zeros elsewhere.
+# The value of each text at score 3, head 1, and 0 for all other positions.
 EDGES = {
     "0 * score + 1 // q_idx": 0.0,
     "0 * score + 1 % q_idx": 0.0,
@@ -70,7 +70,7 @@ EDGES = {
     "0 * score + int(-score * 1e30)": -2147483648.0,
     "0 * score + int(log(-score))": 0.0,
     "0 * score + int(-1.75 * head)": -1.0,
-    "0 * score + int(3e9)": 2147483647.0,  # numbers that are written out saturate too
+    "0 * score + int(3e9)": 2147483647.0,  # literals saturate too
     "0 * score + int(-1e300)": -2147483648.0,
     "0 * score + int(inf)": 2147483647.0,
     "0 * score + -int(-inf)": -2147483648.0,
@@ -97,7 +97,7 @@ def edge(text: str) -> ScoreMod:
 
 
 class Writer:
-    """Writes texts of a type by dice."""
+    """Writes random expressions of a given type."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
@@ -141,7 +141,7 @@ class Writer:
         )
 
     def exact(self, depth: int) -> str:
-        """Of which every machine finds the same bits, so that it may decide."""
+        """Return an expression with the same bits on every machine, so that a branch may depend on it."""
         if depth <= 0:
             return self._dice.choice(("score", "0.5", "q_idx", "slope[head]", "table[head, batch]"))
         x, y = self.exact(depth - 1), self.exact(depth - 1)
@@ -190,7 +190,7 @@ class Writer:
         )
 
     def predicate(self, depth: int) -> str:
-        """A bool without score."""
+        """Return a bool expression without the score."""
         while "score" in (text := self.bool(depth, score=False)):
             pass
         return text
@@ -210,7 +210,7 @@ class _Clamped:
 
 
 def by_python(text: str, **names: Any) -> Any:
-    """What Python itself makes of a text, for one score and position."""
+    """Evaluate a text as Python itself does, for one score and position."""
     captured = {
         name: _Clamped(value) if isinstance(value, np.ndarray) else value
         for name, value in CAPTURED.items()

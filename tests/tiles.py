@@ -1,4 +1,4 @@
-"""Kernels other than a call would take on the GPU at hand: tiles of smaller GPUs, clusters, stores, keys shared out."""
+"""Context managers that force kernels other than the usual choice: tiles of smaller GPUs, clusters, TMA stores, split keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.memory import DTYPES
 
 @dataclass(frozen=True)
 class TileShape:
-    """What makes the kernel take a tile shape: the dtype, D and bytes of shared memory a block."""
+    """What selects a tile shape: the dtype, D, and the bytes of shared memory of a block."""
 
     dtype: str
     headdim: int
@@ -38,7 +38,7 @@ class TileShape:
 
 
 def tile_shapes() -> list[TileShape]:
-    """One of each of the forward, of every GPU that the kernel is for."""
+    """One case of each tile shape of the portable forward, over all GPUs that it supports."""
 
     def tile(problem: Problem, limit: int) -> str:
         config = portable_forward.choose(problem, Target("sm_80", limit), Operands())
@@ -48,7 +48,8 @@ def tile_shapes() -> list[TileShape]:
 
 
 def backward_tile_shapes() -> list[TileShape]:
-    """Likewise of the backward: of its main kernel and of the one that computes dq alone."""
+    """The same for the backward: the tile shapes of its main kernel, together with those of the kernel that computes only dq.
+    """
 
     def tile(problem: Problem, limit: int) -> str:
         target = Target("sm_80", limit)
@@ -65,7 +66,7 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
     shapes: dict[Any, TileShape] = {}
     for dtype in ("bfloat16", "float32"):
         for headdim in (64, 96, 128, 192, 256):
-            # So long that no table for short sequences is asked.
+            # long enough that the tables for short sequences do not apply
             q = np.broadcast_to(np.zeros((), DTYPES[dtype]), (1, 2048, 1, headdim))
             problem, _ = describe(q, q, q)
             for limit in sorted(set(SHARED_LIMIT.values()), reverse=True):
@@ -76,7 +77,7 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
 
 @contextmanager
 def large_tiles() -> Iterator[None]:
-    """Makes the backward take tiles for many query rows, however few there are."""
+    """Make the backward take the tiles for many query rows, however few there are."""
     with (
         mock.patch.object(portable_backward, "_is_short", return_value=False),
         nothing_prepared(),
@@ -86,7 +87,7 @@ def large_tiles() -> Iterator[None]:
 
 @contextmanager
 def nothing_prepared() -> Iterator[None]:
-    """Calls are prepared anew, and forgotten afterwards."""
+    """Prepare calls afresh, and forget them afterwards."""
     known: dict[str, dict[Any, Any]] = {name: {} for name in fast_path.closures_by_call}
     with (
         mock.patch.object(on_gpu, "_prepared", {}),
@@ -97,7 +98,7 @@ def nothing_prepared() -> Iterator[None]:
 
 @contextmanager
 def aligning() -> Iterator[None]:
-    """Makes Hopper's forward copy operands that it cannot read where they lie, however short sequences are."""
+    """Make Hopper's forward copy operands that it cannot read in place, however short the sequences are."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sm90_forward, "ALIGN_SEQLEN", 1))
         stack.enter_context(nothing_prepared())
@@ -106,9 +107,10 @@ def aligning() -> Iterator[None]:
 
 @contextmanager
 def sharing(alike: bool = True) -> Iterator[None]:
-    """Makes Hopper's forward share its last tiles out by keys wherever blocks would be idle otherwise.
+    """Make Hopper's forward split its last tiles along keys wherever blocks would be idle otherwise.
 
-    alike: unlike tiles are taken to be alike; else alike ones to be unlike, so that causal ones count by their keys.
+    alike: True takes all query tiles to be about equally long. False takes none to be, so that causal tiles are weighted by
+    their keys.
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(time_estimate, "ALIKE", 0 if alike else 2))
@@ -142,7 +144,7 @@ def sharing_in_clusters() -> Iterator[None]:
 
 @contextmanager
 def clusters() -> Iterator[None]:
-    """Makes the blocks of Hopper's forward work in pairs, whatever the head dim and however few the queries."""
+    """Make the blocks of Hopper's forward work in pairs (clusters), whatever the head dim and however few the queries."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sm90_forward, "LONG_SEQLEN", 1))
         for table in ("any", "long", "left"):
@@ -157,7 +159,7 @@ def clusters() -> Iterator[None]:
 
 @contextmanager
 def usual_tiles() -> Iterator[None]:
-    """Keeps Hopper's forward from tiles for calls that leave multiprocessors idle, as a test's do."""
+    """Keep Hopper's forward from its tiles for calls that leave SMs idle, as the small calls of tests do."""
     few = [replace(row, measured=None) for row in tile_tables.table(sm90_forward.TILES, "few")]
     with using_tiles(sm90_forward.TILES, "few", few):
         yield
@@ -165,7 +167,7 @@ def usual_tiles() -> Iterator[None]:
 
 @contextmanager
 def tensor_stores() -> Iterator[None]:
-    """Makes TMA store the output of Hopper's forward where it can and there is room: at head dims up to 128."""
+    """Make Hopper's forward store its output by TMA where it can and where there is room: at head dims up to 128."""
     with ExitStack() as stack:
         for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
             rows = [
@@ -180,7 +182,7 @@ def tensor_stores() -> Iterator[None]:
 
 @contextmanager
 def shared_limit(limit: int | None) -> Iterator[None]:
-    """Makes launches choose tiles as a GPU does that has `limit` bytes of shared memory a block."""
+    """Make launches choose tiles as on a GPU with `limit` bytes of shared memory a block."""
     if limit is None:
         yield
         return
@@ -194,6 +196,6 @@ def shared_limit(limit: int | None) -> Iterator[None]:
         stack.enter_context(only("portable"))
         stack.enter_context(mock.patch.object(kernel, "target", smaller))
         stack.enter_context(large_tiles())
-        # Launches that were prepared for the GPU as it is are for later calls.
+        # Launches prepared for the GPU as it is are kept for later calls.
         stack.enter_context(nothing_prepared())
         yield

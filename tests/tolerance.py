@@ -1,4 +1,4 @@
-"""How close is close enough: at most twice what the same maths costs in the I/O precision."""
+"""The tolerance of results: at most twice the error of the same computation with intermediates in the I/O precision."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Array = Any
 
 
 def column_orders(q: Array, v: Array) -> Iterator[tuple[Array, Array]]:
-    """Orders of the columns of q and k and of those of v, in which to evaluate a call in low precision.
+    """Yield orders of the columns of q and k, and of v, in which to evaluate a call in low precision.
 
-    In float32 there are four. A score of a hundred is off by several units of its last place, by how many is chance,
-    and its probability by as much relatively: of two correct evaluations that differ only in the order of their sums,
-    as two CPUs' matrix products do, one may be ten times as exact as the other.
+    There are four for float32. A score near 100 has a random error of several units in its last place, and its probability has
+    the same relative error. Two correct evaluations that differ only in the order of their sums, like matrix products on two
+    CPUs, can therefore differ tenfold in error.
     """
     headdim, headdim_v = q.shape[-1], v.shape[-1]
     yield np.arange(headdim), np.arange(headdim_v)
@@ -46,7 +46,7 @@ def low_precision_attention(
     outs, lses = [], []
     for order, order_v in column_orders(q, v):
         call = read(q[..., order], k[..., order], v[..., order_v], Options(**options), np.float32)
-        with np.errstate(over="ignore"):  # float16 ends at 65504
+        with np.errstate(over="ignore"):  # the largest float16 is 65504
             out, lse = forward(call, lambda x: x.astype(q.dtype).astype(np.float32))
             outs.append(out[..., np.argsort(order_v)].astype(q.dtype))
         lses.append(lse)

@@ -1,4 +1,4 @@
-"""What `rawattn.torch` must do on every device."""
+"""Checks of `rawattn.torch` that hold on every device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ assert len(SCORE_CASES) == len(_WANTED), _WANTED - {str(case) for case in SCORE_
 
 
 def verify_scores(case: Case, device: str, *, compiled: bool = False) -> None:
-    """Values, and gradients of what of the options has them."""
+    """Check values, and the gradients of the options that have one."""
     call, framework, exact = backward_of(case), Torch(device), expected(case)
     inputs = call.inputs
     options = options_of(inputs, framework)
@@ -84,11 +84,11 @@ def verify_scores(case: Case, device: str, *, compiled: bool = False) -> None:
 
 
 def verify_case(case: Case, device: str) -> None:
-    """Values, padding, and gradients of out and lse, by itself and compiled."""
+    """Check values, padding, and gradients of out and lse, eager and compiled."""
     call, framework, exact = backward_of(case), Torch(device), expected(case)
     inputs = call.inputs
     incoming = framework.array(call.dout), framework.array(dlse_of(call))
-    # A compiled function takes lengths from the host alone.
+    # A compiled function takes lengths only from the host.
     for compiled, seqs in ((False, layout(inputs, case, framework)), (True, layout(inputs))):
 
         def run(q: Any, k: Any, v: Any, seqs: Any = seqs) -> Any:
@@ -106,7 +106,7 @@ def verify_case(case: Case, device: str) -> None:
 
 
 def documentation() -> list[str]:
-    """The Python of the page's section about PyTorch."""
+    """The Python blocks of the documentation page's section about PyTorch."""
     section = re.search(r"^## PyTorch$(.*?)(?=^## |\Z)", PAGE.read_text("utf-8"), re.M | re.S)
     assert section is not None
     return re.findall(r"^```python\n(.*?)^```$", section[1], re.M | re.S)
@@ -117,14 +117,14 @@ def leaves(*tensors: Any) -> list[Any]:
 
 
 def random(device: str, *, heads: int = 4, heads_kv: int = 2, rows: int = 33, dim: int = 32) -> Any:
-    """q, k, v of float32, from one seed."""
+    """Return float32 q, k, v, always from the same seed."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, rows, heads, dim), (2, rows, heads_kv, dim), (2, rows, heads_kv, dim))
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
 def torchs_own(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """torch's attention on the layout of ours."""
+    """torch's own attention, on arrays in rawattn's axis order."""
     turned = (x.transpose(1, 2) for x in (q, k, v))
     return sdpa(*turned, enable_gqa=q.shape[2] != k.shape[2], **options).transpose(1, 2)
 
@@ -149,7 +149,7 @@ def same_as_torchs_own(
 
 
 def gradients(run: Callable[..., Any], *given: Any) -> list[Any]:
-    """Of the sum of all that `run` returns, squared."""
+    """Return the gradients of the sum of squares of all that `run` returns."""
     x = leaves(*given)
     results = run(*x)
     results = results if isinstance(results, tuple) else (results,)
@@ -158,7 +158,7 @@ def gradients(run: Callable[..., Any], *given: Any) -> list[Any]:
 
 
 class Block(torch.nn.Module):
-    """A layer that learns."""
+    """A trainable attention layer."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs of torch that outlive their process: run as `python -m tests.torch_processes verb ...`, one verb a process."""
+"""PyTorch programs that outlive their process. Run `python -m tests.torch_processes verb ...`, with one verb a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Masked(torch.nn.Module):
 
 
 def gradients(wrt: str) -> None:
-    """Of captured tensors in either order, by a program that torch keeps on disk."""
+    """Check gradients of captured tensors, in either order of `wrt`, in a program that torch caches on disk."""
     torch.manual_seed(0)
     x, *tables = torch.randn(1, 4, 4, 16), *torch.rand(2, 4, requires_grad=True).unbind()
     a, b = (table.detach().requires_grad_() for table in tables)
@@ -44,7 +44,7 @@ def save(path: str) -> None:
 
 
 def load(path: str) -> None:
-    """Of another process, whose masks and score functions are not those that the program was made with."""
+    """Load a program of another process. It must not run with this process's masks and score functions."""
     others = _Masked()
     program = torch.export.load(path).module()
     with pytest.raises(RuntimeError, match="or in another process"):

@@ -1,4 +1,4 @@
-"""What programs of torch.compile must do on every device with layouts made in them, and around what they cannot trace."""
+"""Checks of torch.compile programs on every device: layouts made inside a program, and code that cannot be traced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import rawattn.torch
 from rawattn import SeqLayout
 
 ROWS = 10
-_LENGTHS = [3, 7]  # of two sequences, which fill the packed rows
+_LENGTHS = [3, 7]  # lengths of two sequences, which fill the packed rows
 _HOST = np.array(_LENGTHS)
 
 Layout = Callable[[Any], SeqLayout]
@@ -61,7 +61,7 @@ def _gradient(run: Callable[..., Any], x: Any, *others: Any) -> tuple[Any, Any]:
 
 
 def verify_made_inside(name: str, device: str, *, fullgraph: bool, dynamic: bool) -> None:
-    """Forward and backward of a program that makes its layout, beside the same without torch.compile."""
+    """Check forward and backward of a program that makes its own layout against the same code without torch.compile."""
     make = LAYOUTS[name]
     x, lengths = _arrays(name in PACKED, device)
 
@@ -86,7 +86,7 @@ def verify_exported(name: str, device: str, *, strict: bool) -> None:
 
 
 def verify_modes(device: str) -> None:
-    """Dispatch modes see the operator, forward and backward, and tensors without values have shapes."""
+    """Check that dispatch modes see the operator, forward and backward, and that fake tensors get shapes."""
     x, _ = _arrays(False, device)
 
     def run(x: Any) -> Any:
@@ -108,7 +108,7 @@ def verify_modes(device: str) -> None:
 
 
 def verify_given(device: str) -> None:
-    """A layout of tensors made before the program, and others like it: compiled once."""
+    """Check that a program compiles once for layouts of tensors that were made outside it."""
     x, lengths = _arrays(False, device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Layout, str]] = {
 
 
 def verify_refused(name: str, device: str) -> None:
-    """What eager mode refuses by its form, a program does too, in the same words."""
+    """Check that a program refuses wrong dtypes and shapes with the same message as eager mode."""
     make, words = REFUSED[name]
     x, lengths = _arrays(False, device)
 
@@ -156,7 +156,7 @@ def verify_refused(name: str, device: str) -> None:
 
 
 def verify_taken_outside(device: str) -> None:
-    """A layout that leaves the program in which it was made is like any other."""
+    """Check that a layout returned by the program that made it is like any other."""
     x, lengths = _arrays(False, device)
 
     def run(x: Any, lengths: Any) -> tuple[Any, SeqLayout]:
@@ -179,7 +179,7 @@ def verify_taken_outside(device: str) -> None:
 
 
 def verify_read_inside(device: str) -> None:
-    """What a program may ask of a layout that it has made."""
+    """Check the attributes that a program may read of a layout that it has made."""
     x, lengths = _arrays(False, device)
 
     def run(x: Any, lengths: Any) -> Any:
@@ -235,7 +235,7 @@ UNTRACED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def verify_untraced(name: str, device: str) -> None:
-    """A program breaks around what it cannot trace, and one that may not break says what to call."""
+    """Check that a program has a graph break at untraceable code, and that fullgraph=True raises an error naming the remedy."""
     run = UNTRACED[name]
     x, lengths = _arrays(False, device)
 
@@ -244,7 +244,7 @@ def verify_untraced(name: str, device: str) -> None:
 
     exact = whole(x, lengths)
     broken = torch.compile(whole, backend="eager")
-    for _ in range(3):  # calls that repeat go other ways
+    for _ in range(3):  # repeated calls take other paths
         torch.testing.assert_close(broken(x, lengths), exact)
     torch._dynamo.reset()
     with pytest.raises(

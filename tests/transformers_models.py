@@ -1,4 +1,4 @@
-"""Small models of `transformers` with random weights, on `rawattn.torch` and on an attention of its own."""
+"""Small models of `transformers` with random weights, on `rawattn.torch` and on their own attention."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _MODELS = {
 
 
 def model_of(name: str, attention: str, device: str = "cpu", **sizes: Any) -> Any:
-    """The same weights each time."""
+    """Return a model with the same weights each time."""
     model, config, given = _MODELS[name]
     torch.manual_seed(0)
     made = getattr(transformers, config)(**{**given, **sizes})
@@ -86,7 +86,7 @@ def tokens(device: str = "cpu", rows: int = 17) -> Any:
 
 
 def padding(side: str | None, device: str = "cpu", rows: int = 17) -> Any:
-    """A mask, or None: 0 where a token is padding."""
+    """Return a padding mask, 0 where a token is padding, or None."""
     if side is None:
         return None
     mask = torch.ones(3, rows, dtype=torch.int64, device=device)
@@ -99,7 +99,10 @@ def padding(side: str | None, device: str = "cpu", rows: int = 17) -> Any:
 
 
 def after_tokens(mask: Any) -> Any:
-    """Labels without those that padding is to predict: "eager" lets a query that sees nothing see everything alike."""
+    """Return labels without tokens that padding would predict.
+
+    There "eager" differs: a query that sees no key attends to all keys equally.
+    """
     if mask is None:
         return tokens()
     before = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)
@@ -114,7 +117,7 @@ def losses(
     labels: Any = None,
     **given: Any,
 ) -> list[float]:
-    """Of a model that learns tokens by heart; padding is not to be learnt."""
+    """Train the model to memorise the tokens; return the losses. Padding is not a label."""
     ids = tokens(model.device) if ids is None else ids
     if labels is None:
         labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
@@ -143,7 +146,7 @@ def generated(model: Any, mask: Any, cache: str, **given: Any) -> Any:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Of torch: the products are so small that threads would only wait for each other."""
+    """Restrict torch to one thread: its matrix products are so small that threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -151,7 +154,7 @@ def one_thread() -> Iterator[None]:
 
 
 def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of every call of `rawattn.torch.attention` from now on."""
+    """Record the options of every later call of `rawattn.torch.attention`."""
     seen: list[dict[str, Any]] = []
 
     def attention(*x: Any, **options: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What type checkers are told of the public calls. Read by mypy, run by nobody.
+"""Calls that type checkers must accept or reject. mypy reads this file; nothing runs it.
 
-An `ignore` that nothing needs is an error of mypy's own: each of them is a mistake that has to be found.
+mypy reports an unused `ignore` as an error, so each `ignore` marks a mistake that mypy has to find.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Half = NDArray[np.float16]
 
 
 class Tensor:
-    """Of a framework whose types are nothing to rawattn."""
+    """A tensor of a framework whose types rawattn does not know."""
 
 
 def results_are_of_the_type_of_q(x: Half, t: Tensor, wanted: bool) -> None:

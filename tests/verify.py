@@ -1,4 +1,4 @@
-"""Runs a case through `rawattn.attention` and checks all that the contract says of its result."""
+"""Run a case through `rawattn.attention` and check its results against the contract."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tolerance import check, check_lse, low_precision_attention
 
 
 class Expected(NamedTuple):
-    """The logical rows of a result, exact and as low precision gives it: (rows, heads[, dim])."""
+    """The logical rows of a result, exact and in low precision: (rows, heads[, dim])."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -41,7 +41,7 @@ def expected(case: Case) -> Expected:
 
 
 def layout(inputs: Inputs, case: Case | None = None, framework: Framework | None = None) -> Any:
-    """The SeqLayout of a call: NumPy integers, or as `case` wants them; None when it has none."""
+    """Return the SeqLayout of a call, or None: with NumPy integers, or with integers in the form that `case` asks for."""
     integers: dict[str, Any] = dict(inputs.integers)
     if case is not None and framework is not None and case.on_device:
         integers = {name: framework.integers(x) for name, x in integers.items()}
@@ -53,13 +53,13 @@ def layout(inputs: Inputs, case: Case | None = None, framework: Framework | None
 
 
 def options_of(inputs: Inputs, framework: Framework) -> dict[str, Any]:
-    """The other keywords, with arrays of the framework."""
+    """Return the other keywords, with arrays of the framework."""
     options = dict(inputs.options)
     for name, array in inputs.arrays.items():
         made = getattr(framework, name, framework.array)
         options[name] = made(array)
     if framework.name == "jax" and options.get("seed") is not inputs.options.get("seed"):
-        # Without its 64-bit mode JAX has int32 alone.
+        # JAX has only int32 unless its 64-bit mode is on.
         seed = inputs.options["seed"]
         options["seed"] = framework.integers(seed) if seed.itemsize == 4 else int(seed.item())
     if inputs.captured:
@@ -70,7 +70,7 @@ def options_of(inputs: Inputs, framework: Framework) -> dict[str, Any]:
 
 
 def run(case: Case, framework: Framework, *, backend: str | None = None) -> Any:
-    """Makes the call: (out, lse or None, the given `out` or None, inputs)."""
+    """Make the call; return (out, lse or None, the given `out` or None, inputs)."""
     inputs = materialise(case)
     q, k, v = (framework.array(array) for array in (inputs.q, inputs.k, inputs.v))
     given = None
@@ -93,7 +93,7 @@ def run(case: Case, framework: Framework, *, backend: str | None = None) -> Any:
 
 
 def verify(case: Case, framework: Framework, *, backend: str | None = None) -> None:
-    """Values within tolerance, padding as the contract says, nothing else touched."""
+    """Check values against the reference, padding against the contract, and that no other memory is written."""
     out, lse, given, inputs = run(case, framework, backend=backend)
     exact = expected(case)
     rows = inputs.rows

@@ -1,4 +1,4 @@
-"""Which tile shapes are worth compiling for a row, and the table that a chosen one makes."""
+"""Which tile shapes are worth compiling for a row, and the table that contains a chosen one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rawattn._kernels.target import SHARED_LIMIT, shared_limit_of
 from rawattn._kernels.tile_tables import Row
 
 SHARED_MEMORY, REGISTERS = "more shared memory than there is", "more registers than a thread has"
-# Clusters, where there may be too few queries for them; tensor stores, where no batch is ragged.
+# The chooser ignores some fields: clusters where a call may have too few queries, tensor stores where no batch is ragged.
 NOT_TAKEN = "not for calls of this table"
 
 
 def label(fields: Fields) -> str:
-    """A candidate in the words that --only takes."""
+    """Format a candidate as --only takes it."""
     return ",".join(f"{name}={int(value)}" for name, value in fields.items())
 
 
 @dataclass(frozen=True, slots=True)
 class SearchedRow:
-    """The row that is searched: of which table, for which head dim, on which architecture.
+    """The row to search: its table, head dim and architecture.
 
-    problems: what the compiler must know of the cases that the row is judged by.
+    problems: the distinct problems of the cases that the row is judged by, as far as compilation depends on them.
     """
 
     kernel: Kernel
@@ -43,14 +43,14 @@ class SearchedRow:
         return SHARED_LIMIT[self.arch]
 
     def present(self) -> Row:
-        """The row that calls take now."""
+        """Return the row that calls use at present."""
         for row in tile_tables.table(self.kernel.name, self.table):
             if self.headdim <= row.headdim and self.config(row).shared_bytes <= self.shared_limit:
                 return row
         raise ValueError(f"{self.kernel.name}: no row of {self.table} fits {self.arch}")
 
     def config(self, row: Row, problem: Problem | None = None) -> Any:
-        """The configuration that this row makes, whether or not it fits."""
+        """Return the configuration that this row makes, even if it does not fit in shared memory."""
         alone = Row(tile_tables.LARGEST, row.shape)
         with using_tiles(self.kernel.name, self.table, (alone,)):
             return self.kernel.choose(problem or self.problems[0], self.arch, 1 << 30)
@@ -60,10 +60,10 @@ class SearchedRow:
         return Row(self.headdim, tuple((name, fields[name]) for name in order), measured)
 
     def with_row(self, new: Row) -> tuple[Row, ...]:
-        """The table with `new` for this head dim.
+        """Return the table with `new` for this head dim.
 
-        The present row makes room for it, unless that serves larger head dims too, or GPUs with too little shared memory
-        for the new one.
+        `new` replaces the present row, unless the present row also serves larger head dims, or GPUs whose shared memory is too
+        small for `new`.
         """
         rows = tile_tables.table(self.kernel.name, self.table)
         present = self.present()
@@ -75,14 +75,14 @@ class SearchedRow:
         return (*rows[:at], new, *rows[behind:])
 
     def _serves_more(self, present: Row, new: Row) -> bool:
-        if self.kernel.family == "sm90":  # one architecture
+        if self.kernel.family == "sm90":  # this family serves one architecture only
             return False
         before, after = (self.config(row).shared_bytes for row in (present, new))
         return any(before <= limit < after for limit in SHARED_LIMIT.values())
 
 
 def generate(searched: SearchedRow, only: Mapping[str, int]) -> tuple[list[Row], Counter[str]]:
-    """Candidates that may fit, the present choice first, and how many were refused, by reason."""
+    """Return the candidates that may fit, the present choice first, and the number refused for each reason."""
     kernel, present = searched.kernel, searched.present()
     first = searched.row(present.fields)
     found, refused = [first], Counter[str]()
@@ -100,7 +100,7 @@ def generate(searched: SearchedRow, only: Mapping[str, int]) -> tuple[list[Row],
 
 
 def untaken(row: Row, configs: Sequence[Any]) -> list[str]:
-    """The fields whose values none of the configurations has."""
+    """Return the fields whose value no configuration has, because the chooser overrides it."""
     return [
         name
         for name, value in row.fields.items()
@@ -109,7 +109,7 @@ def untaken(row: Row, configs: Sequence[Any]) -> list[str]:
 
 
 def misfit(searched: SearchedRow, row: Row) -> str:
-    """Why a candidate is not worth compiling; nothing when it is."""
+    """Say why a candidate is not worth compiling; empty if it is."""
     configs = [searched.config(row, problem) for problem in searched.problems]
     if untaken(row, configs):
         return NOT_TAKEN
@@ -122,7 +122,10 @@ def misfit(searched: SearchedRow, row: Row) -> str:
 
 
 def nearest(rows: Sequence[Row], only: Mapping[str, int]) -> Row:
-    """The one that --only names: of those it fits, the one most like the present choice, which comes first."""
+    """Return the candidate that --only names.
+
+    If several match, it is the one that shares most fields with the present choice, which is rows[0].
+    """
     fitting = [row for row in rows if all(row.fields[name] == only[name] for name in only)]
     if not fitting:
         raise ValueError(f"no candidate has {label(only)}; --compile-only lists them")

@@ -1,4 +1,4 @@
-"""The calls that a row of a table is judged by."""
+"""The calls that decide between candidates for a row of a table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from rawattn._bench.grids import CUDNN, FA2, FA4
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels.sm90.forward import LONG_SEQLEN
 
-_TOKENS, _COLUMNS = 16384, 2048  # heads x D
+# Sizes of the dense cases: batch x seqlen, and heads x D.
+_TOKENS, _COLUMNS = 16384, 2048
 _WINDOW = 1024
-_SEQLENS = {"any": (1024, 4096), "long": (8192, _TOKENS)}  # of a table; of the others:
+# The sequence lengths of the dense cases, by table; _ALL_SEQLENS for tables that are not named.
+_SEQLENS = {"any": (1024, 4096), "long": (8192, _TOKENS)}
 _ALL_SEQLENS = (4096, _TOKENS)
-_RAGGED = (8, 4096), (4, _TOKENS)  # sequences and the longest there may be; of the table "long"
+# The ragged case: (number of sequences, largest possible length). The second pair is for the table "long".
+_RAGGED = (8, 4096), (4, _TOKENS)
 
 
 def cases(kernel: Kernel, table: str, headdim: int) -> list[Case]:
-    """Causal and full at two lengths of the table, and a ragged batch.
+    """Return causal and full cases at two lengths of the table, and a ragged batch.
 
-    With a limit on the left, causal ones with a window.
+    For the table "left", all cases are causal and have a window.
     """
     left = _WINDOW if table == "left" else None
     heads = max(1, _COLUMNS // headdim)
@@ -61,8 +64,8 @@ def cases(kernel: Kernel, table: str, headdim: int) -> list[Case]:
 
 
 def problem(case: Case, dtype: str) -> Problem:
-    """What the compiler must know of a case: no array of its size is made."""
-    # Of the lengths it matters whether they are long, and of a backward that they are not short.
+    """Describe a case as far as compilation depends on it, without arrays of its size."""
+    # Only two facts about lengths matter: whether they reach LONG_SEQLEN, and for a backward, that they are not short.
     usual = 2048 if case.backward else 1
     seqlen = LONG_SEQLEN if max(case.seqlens) >= LONG_SEQLEN else usual
     rows = (seqlen,) if case.packed else (1, seqlen)

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 1, with one line, when something is missing or refused."""
+    """Run the command. Return 1, after one line on stderr, if something is missing or refused."""
     args = parser().parse_args(arguments)
     try:
         return _run(args)
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
             print(f"{search.name}: {len(rows)} candidates; {record.refusals(search)}")
             searching.measure(where, search, rows, options)
             done.append(search)
-            # After each: a machine that is taken away must not take what was measured with it.
+            # Write after each search, so that results survive if the machine is lost during a later one.
             if args.json is not None:
                 record.save(done, args.json)
             print(record.timed_table(search))

@@ -1,4 +1,4 @@
-"""Compiles candidates and says which of them are worth running."""
+"""Compile candidates and decide which of them are worth running."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TRAITS = {"packed", "ragged", "left", "right", "top-left", "scale-first", "with
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One candidate in all the variants it must be good in.
+    """One candidate, in all the variants that it must serve.
 
-    allowed: bytes that each variant may spill; None: as many as it likes.
+    allowed: the most bytes that each variant may spill; None for no limit.
     """
 
     label: str
@@ -32,7 +32,11 @@ class Job:
 
 @dataclass(slots=True)
 class Verdict:
-    """The most registers and spilled bytes of any variant, the spills of each, and why it is refused, if it is."""
+    """The result of compiling a candidate.
+
+    registers and spills are the largest of any variant; by_variant has the spills of each. kind and reason say why the
+    candidate is refused, empty if it is not.
+    """
 
     registers: int = 0
     spills: int = 0
@@ -42,7 +46,7 @@ class Verdict:
 
 
 def judge(job: Job) -> Verdict:
-    """Compiles variant after variant until one is refused."""
+    """Compile one variant after the other until one is refused."""
     verdict = Verdict()
     tool = gate.disassembler()
     for source, allowed in zip(job.sources, job.allowed, strict=True):
@@ -67,14 +71,14 @@ def judge(job: Job) -> Verdict:
 
 
 def _variant(source: compiler.Source) -> str:
-    """The words of its summary that say what the candidate does not."""
+    """The words of the variant's summary that the candidate's label does not say."""
     return " ".join(word for word in source.summary.split() if word in _TRAITS) or "full"
 
 
 def judge_all(
     jobs: Sequence[Job], processes: int, step: Callable[[str], None]
 ) -> dict[str, Verdict]:
-    """Verdicts by label; `step` hears of each."""
+    """Return verdicts by label; calls `step` with a line about each."""
     verdicts: dict[str, Verdict] = {}
 
     def note(job: Job, verdict: Verdict) -> None:
@@ -94,7 +98,7 @@ def judge_all(
 
 @contextmanager
 def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    # spawn: a fork of a process that has used CUDA, or runs threads, is not safe.
+    # spawn, because a fork of a process that uses CUDA or runs threads is not safe.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         try:

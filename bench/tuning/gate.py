@@ -1,4 +1,4 @@
-"""What Hopper's forward must look like after compilation: no products serialised, exponentials in one stretch."""
+"""Checks on the compiled code of Hopper's forward: no wgmma is serialised, and a tile's exponentials come in one stretch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def disassembler() -> str | None:
-    """nvdisasm, of NVIDIA's wheel or of a toolkit."""
+    """Return the path of nvdisasm, from NVIDIA's wheel or a toolkit; None if there is none."""
     try:
         import nvidia
     except ImportError:
@@ -20,28 +20,28 @@ def disassembler() -> str | None:
 
 
 def serialised(log: str) -> list[str]:
-    """ptxas says C75xx where it waits for every product, ignores setmaxnreg or adds waits of its own."""
+    """Return the C75xx warnings of ptxas: it waits for every wgmma, ignores setmaxnreg, or adds waits of its own."""
     return sorted(set(re.findall(r"C75\d\d", log)))
 
 
 def schedule_fault(image: bytes, tile_k: int, tool: str, early: int = 4) -> str:
-    """What is wrong with the schedule of a cubin; nothing when it is the one that the source describes.
+    """Say how the schedule of a cubin differs from the one that the source describes; empty if it does not.
 
-    early: exponentials that the compiler may begin before the wait for P V.
+    early: how many exponentials the compiler may move ahead of the wait for P V.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(image)
         sass = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True)
-    # Exponentials of one row pair in each stretch between two waits for products.
+    # Count the exponentials between two successive waits for wgmma. A thread computes tile_k / 2 of them for a tile.
     stretches, count = [], 0
     for line in sass.stdout.splitlines():
         if "WARPGROUP.DEPBAR" in line:
             stretches.append(count)
             count = 0
         count += "MUFU.EX2" in line
-    # The waits: first scores; scores of a tile; the tile's P V; the last P V. Between the third and the fourth lie the
-    # exponentials of a tile, among the conversions that P V had held up.
+    # The four waits are for the first tile's scores, a further tile's scores, that tile's P V, and the last P V. The
+    # exponentials of a tile lie between the third and the fourth wait, among the conversions that had to wait for P V.
     if len(stretches) != 4:
         return f"{len(stretches)} waits for products instead of 4"
     if stretches[3] < tile_k // 2 - early:
@@ -52,5 +52,8 @@ def schedule_fault(image: bytes, tile_k: int, tool: str, early: int = 4) -> str:
 
 
 def _with_products(sass: str) -> list[str]:
-    """The parts for warps that wait for products. Those that only load may spill: they do so once a query tile."""
+    """Return the sections of the code that issue wgmma.
+
+    The others belong to producer warps, which only load. These may spill: they do so once a query tile.
+    """
     return [part for part in re.split(r"USETMAXREG", sass) if "HGMMA" in part]

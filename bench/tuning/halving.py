@@ -1,23 +1,24 @@
-"""Successive halving: rounds of measuring that the clearly slower half leaves."""
+"""Successive halving: after each round of measurements, the clearly slower half of the candidates leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Bursts of everybody by round; the last number is for all later ones.
+# Bursts of each candidate in round 1, 2, ...; the last entry holds for all later rounds.
 REPEATS = (2, 3, 5, 7)
 FINALISTS, FINAL_REPEATS = 4, 15
-# Two candidates nearer than this are not told apart by a round, and this much is worth a change of a table.
+# Relative difference in speed. Candidates closer than this are not told apart, and a table changes only for a gain of at least
+# this.
 CLEARLY = 0.01
 
-# Speeds over the present choice's, by name, of those that finished the round.
+# Measures candidates (names, repeats): the speed relative to the present choice of each that finished the round.
 Measure = Callable[[Sequence[str], int], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Who was measured, how often, and how fast each was."""
+    """One round: the bursts of each candidate, and the speeds relative to the present choice."""
 
     repeats: int
     scores: dict[str, float]
@@ -26,9 +27,9 @@ class Round:
 def search(
     names: Sequence[str], present: str, measure: Measure, spent: Callable[[], bool]
 ) -> list[Round]:
-    """Rounds until few are left, and one more, longer, among those; or until the budget is `spent`.
+    """Run rounds until few candidates are left and a longer final round is done, or until the budget is `spent`.
 
-    The present choice is in every round, as what the others are compared with.
+    The present choice takes part in every round, as the baseline.
     """
     alive = list(dict.fromkeys((present, *names)))
     rounds: list[Round] = []
@@ -41,13 +42,13 @@ def search(
             return rounds
         stay = survivors(scores)
         stay.add(present)
-        if len(stay) == len(alive):  # nobody is clearly slower: more rounds would not part them
+        if len(stay) == len(alive):  # no candidate is clearly slower
             stay = {*sorted(scores, key=lambda name: -scores[name])[: FINALISTS - 1], present}
         alive = [name for name in alive if name in stay]
 
 
 def survivors(scores: Mapping[str, float]) -> set[str]:
-    """The faster half, and of the others those who are within `CLEARLY` of the fastest."""
+    """Return the faster half, and those of the others that are within `CLEARLY` of the fastest."""
     order = sorted(scores, key=lambda name: -scores[name])
     half = set(order[: -(-len(order) // 2)])
     best = scores[order[0]]
@@ -55,7 +56,7 @@ def survivors(scores: Mapping[str, float]) -> set[str]:
 
 
 def winner(rounds: Sequence[Round], present: str) -> str:
-    """The fastest of the last round, if that is clearly faster than the present choice."""
+    """Return the fastest candidate of the last round, or the present choice if none is clearly faster than it."""
     scores = rounds[-1].scores
     if not scores:
         return present

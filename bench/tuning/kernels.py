@@ -1,4 +1,4 @@
-"""The kernels whose tiles are searched: which values are tried, and what a thread must hold."""
+"""The kernels whose tiles are searched: the values to try, and a lower bound on the registers of a thread."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Fields = Mapping[str, Any]
 class Kernel:
     """One kernel with tile tables of its own.
 
-    values: what is tried of each field.
-    possible: whether the kernel can be made of these fields at all, whatever the problem.
-    registers: a lower bound of what a thread holds at once, and how many it can have.
-    choose: the configuration that the library takes, from (problem, architecture, bytes of shared memory).
+    values: the values to try for each field.
+    possible: whether the kernel can be built with these fields, whatever the problem.
+    registers: (a lower bound on the registers that a thread holds at once, the registers that it can have).
+    choose: the configuration that the library chooses for (problem, architecture, bytes of shared memory).
     """
 
     name: str
     verb: str
-    note: str  # the notebook that keeps the figures
+    note: str  # the page of docs/notes that keeps the figures
     entry: str
     values: Mapping[str, Sequence[int]]
     possible: Callable[[Fields], bool]
     registers: Callable[[Any], tuple[int, int]]
     choose: Callable[[Problem, str, int], Any]
-    family: str | None = None  # of forward kernels, that calls are kept to
-    deterministic: bool = False  # searched in the deterministic backward
-    may_spill: bool = True  # as much as the present choice does
+    family: str | None = None  # the forward family that calls are restricted to
+    deterministic: bool = False  # searched with the deterministic backward
+    may_spill: bool = True  # up to the spills of the present choice
 
     def tables(self, dtype: str) -> tuple[str, ...]:
-        """Those that serve calls of this dtype."""
+        """The tables that serve calls of this dtype."""
         if self.name == sm90_forward.TILES:
             return ("any", "long", "left")
         return ("32bit" if dtype == "float32" else "16bit",)
@@ -56,8 +56,8 @@ def _of_launch(threads: int, blocks: int) -> int:
     return min(255, 65536 // (threads * blocks) // 8 * 8)
 
 
-# In accumulator registers a 16 x 16 block is 8 of a thread, as an operand of 16-bit elements 4. The rest of what a thread
-# remembers is left to the compiler: the bounds only keep hopeless candidates away from it.
+# Registers of a thread for everything but accumulators and operands, by kernel. A 16 x 16 block takes 8 registers of a thread
+# as an accumulator, and 4 as an operand of 16-bit elements. The bounds only discard hopeless candidates before compilation.
 _SM90_REST, _FORWARD_REST, _BACKWARD_REST = 16, 24, 24
 
 
@@ -95,8 +95,8 @@ def _dq_registers(config: backward_config.DqConfig) -> tuple[int, int]:
 
 
 def _sm90_possible(fields: Fields) -> bool:
-    # setmaxnreg takes 24 to 256, and what consumers do not have is the producer's, who needs little. tile_k is in blocks
-    # of 16: the instruction's columns could be 8, but P is an operand in blocks of 16.
+    # setmaxnreg takes 24 to 256. The producer warpgroup gets the registers that the consumers leave, and needs few. tile_k is a
+    # multiple of 16: the N of wgmma may be a multiple of 8, but P is an A operand in blocks of K = 16.
     threads = 128 * (1 + fields["consumers"])
     each = 65536 // threads // 8 * 8
     producer = each * (1 + fields["consumers"]) - fields["consumers"] * fields["consumer_registers"]
@@ -119,7 +119,7 @@ def _backward_possible(fields: Fields) -> bool:
 
 
 def _choose_sm90(problem: Problem, arch: str, shared_limit: int) -> Any:
-    # Its tiles do not depend on what there is, but what takes the room beside them does.
+    # The tiles do not depend on the shared memory limit, but the buffers beside them do.
     limit = min(shared_limit, SHARED_LIMIT[arch])
     return sm90_forward.choose(problem, Target(arch, limit), Operands())
 

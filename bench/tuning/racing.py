@@ -1,4 +1,4 @@
-"""Runs candidates on the GPU, as calls of the library, in turns with the present choice and with peers."""
+"""Run candidates on the GPU as calls of the library, taking turns with the present choice and with peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROFILED_CALLS = 3
 
 @contextmanager
 def running(searched: SearchedRow, rows: tuple[Row, ...]) -> Iterator[None]:
-    """Calls take their tiles from these rows."""
+    """Make calls take their tiles from these rows."""
     with ExitStack() as stack:
         if searched.kernel.family is not None:
             stack.enter_context(only(searched.kernel.family))
@@ -33,7 +33,10 @@ def running(searched: SearchedRow, rows: tuple[Row, ...]) -> Iterator[None]:
 
 
 def contender(searched: SearchedRow, name: str, row: Row) -> Ours:
-    """A candidate as `rawattn bench` measures the library itself. ValueError when calls would not take the row."""
+    """Return a candidate as the contender that `rawattn bench` uses for the library itself.
+
+    Raises ValueError if calls would not take the row.
+    """
     rows = searched.with_row(row)
     with running(searched, rows):
         configs = [
@@ -47,7 +50,10 @@ def contender(searched: SearchedRow, name: str, row: Row) -> Ours:
 
 
 class Racer:
-    """Measures by name. `results` are each one's latest, by case; `dropped` says why somebody is out."""
+    """Measures candidates by name.
+
+    results: the latest result of each entrant, by case. dropped: why a candidate is out.
+    """
 
     def __init__(
         self,
@@ -72,12 +78,12 @@ class Racer:
         self.dropped: dict[str, str] = {}
 
     def __call__(self, names: Sequence[str], repeats: int) -> dict[str, float]:
-        """Speeds over the present choice's, over all cases, of those that are right in every case."""
+        """Return the speed relative to the present choice, over all cases, of each candidate that is right in every case."""
         alive = list(names)
         for case, inputs in zip(self._cases, self._inputs, strict=True):
             wanted: list[Contender] = [self._contenders[name] for name in alive]
             wanted += [peer for peer in self._peers if peer.takes(case)]
-            # The first is what the others must agree with: the present choice.
+            # measure_case compares results with the first contender: the present choice.
             found = measure_case(
                 *(case, wanted, inputs, self._clock, self._sensors.read, self._absent),
                 repeats=repeats,
@@ -94,20 +100,20 @@ class Racer:
 
 
 def speed(results: Mapping[str, Result], present: Mapping[str, Result]) -> float:
-    """Geometric mean over the cases of the present choice's time over this one's."""
+    """Return the geometric mean, over the cases, of the present choice's time divided by this one's."""
     pairs = ((present[name].seconds, result.seconds) for name, result in results.items())
     return geometric_mean(before / after for before, after in pairs if before and after)
 
 
 def profile(searched: SearchedRow, name: str, row: Row, cases: Sequence[Case], dtype: str) -> None:
-    """Launches one candidate a few times on each case: for a profiler, which finds kernels by name."""
+    """Launch one candidate a few times on each case, for a profiler that selects kernels by name."""
     import cupy
 
     ours = contender(searched, name, row)
     for case in cases:
         with ours.scope():
             call: Any = ours.prepare(case, make_inputs(case, dtype, 1)[0])
-            for _ in range(1 + _PROFILED_CALLS):  # the first is cold
+            for _ in range(1 + _PROFILED_CALLS):  # the first call is cold
                 call()
             cupy.cuda.runtime.deviceSynchronize()
         print(f"{name}: {1 + _PROFILED_CALLS} calls of {case.name}")

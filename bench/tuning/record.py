@@ -1,4 +1,4 @@
-"""What a search found: as JSON, as a table to read, as a page of a notebook."""
+"""The result of a search, as JSON, as tables to read, and as a section of a notebook page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rawattn._console import table
 
 @dataclass(slots=True)
 class Figure:
-    """One candidate, or a peer (without a shape).
+    """One candidate, or a peer (which has no fields).
 
-    reason: why it was refused by the compiler's result or, when it `ran`, dropped. rounds: those it was timed in. speed:
-    over the present choice's, in the last of them.
+    reason: why the candidate was refused after compilation or, if it `ran`, why it was dropped. rounds: the number of rounds in
+    which it was timed. speed: relative to the present choice, in the last of these rounds.
     """
 
     label: str
@@ -34,7 +34,10 @@ class Figure:
 
 @dataclass(slots=True)
 class Search:
-    """The search for one row. refused: how many candidates were not run, by reason; flops: by case."""
+    """The search for one row.
+
+    refused: the number of candidates that were not run, by reason. flops: by case.
+    """
 
     kernel: str
     table: str
@@ -46,7 +49,7 @@ class Search:
     date: str = ""
     burst_seconds: float = BURST_SECONDS
     winner: str = ""
-    spent: bool = False  # the budget ended the search before its last round
+    spent: bool = False  # the budget ended the search before the final round
     refused: dict[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
@@ -60,7 +63,7 @@ class Search:
         return next(figure for figure in self.figures if figure.label == label)
 
     def timed(self) -> list[Figure]:
-        """The ones that stayed longest first, of those the fastest."""
+        """Return the timed candidates: those with most rounds first, and among equals the fastest first."""
         timed = [
             figure for figure in self.figures if figure.speed is not None and not figure.reason
         ]
@@ -74,7 +77,7 @@ def save(searches: Sequence[Search], path: Path) -> None:
 
 
 def load(path: Path) -> list[Search]:
-    """Raises ValueError when the file is none of `save`."""
+    """Read searches from a file that `save` wrote. Raises ValueError for any other file."""
 
     def figure(data: dict[str, object]) -> Figure:
         results = data.pop("results")
@@ -95,13 +98,13 @@ def load(path: Path) -> list[Search]:
 
 
 def refusals(search: Search) -> str:
-    """One line: how many were not run, and why."""
+    """Return one line: how many candidates were not run, and why."""
     parts = [f"{count} {reason}" for reason, count in sorted(search.refused.items())]
     return f"refused: {sum(search.refused.values())}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def compiled_table(search: Search) -> str:
-    """Every candidate that was compiled, with what the compiler made of it."""
+    """Return a table of every compiled candidate with its registers, spills and shared memory."""
     rows = []
     for figure in search.figures:
         verdict = figure.reason or ("present" if figure.label == search.present else "ok")
@@ -112,7 +115,7 @@ def compiled_table(search: Search) -> str:
 
 
 def timed_table(search: Search) -> str:
-    """The candidates that ran, the winner first, and peers."""
+    """Return a table of the candidates that ran, the winner first, and of the peers."""
     header, rows = _cells(search)
     lines = [f"{search.name}, {search.device}, {search.date}", table.render(header, rows)]
     lines += [f"dropped: {f.label}: {f.reason}" for f in _dropped(search)]
@@ -121,7 +124,7 @@ def timed_table(search: Search) -> str:
 
 
 def note(search: Search) -> str:
-    """The same for a notebook: one line a candidate."""
+    """Return the same for a notebook page, with one line for each candidate."""
     header, rows = _cells(search)
     lines = [
         f"\n## Search: {search.name}, {search.device}, {search.date[:10]}",

@@ -1,4 +1,4 @@
-"""One search: candidates, the compiler's verdicts, rounds on the GPU."""
+"""One search: generate candidates, compile them, and run rounds on the GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from rawattn._kernels.tile_tables import Row
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller asks for. spills: bytes a portable candidate may spill beyond what the present choice does."""
+    """Options of a search.
+
+    spills: bytes that a candidate may spill beyond the spills of the present choice, for kernels that may spill.
+    """
 
     dtype: str = "bfloat16"
     only: Mapping[str, int] | None = None
@@ -40,7 +43,7 @@ def searched_row(kernel: Kernel, table: str, headdim: int, arch: str, dtype: str
 
 
 def chosen_cases(where: SearchedRow, options: Options) -> list[Case]:
-    """The cases of a search, or those whose names have the caller's words."""
+    """Return the cases of a search whose names contain the caller's words; all cases if there are no words."""
     found = select(cases(where.kernel, where.table, where.headdim), options.words)
     if not found:
         raise ValueError(f"no case has the words {options.words!r}")
@@ -48,11 +51,11 @@ def chosen_cases(where: SearchedRow, options: Options) -> list[Case]:
 
 
 def compile_candidates(where: SearchedRow, options: Options) -> tuple[Search, dict[str, Row]]:
-    """A search as far as it needs no GPU, and the rows that may run, the present choice first."""
+    """Do the part of a search that needs no GPU; return it and the rows that may run, the present choice first."""
     rows, refused = candidates.generate(where, options.only or {})
     named = {label(row.fields): row for row in rows}
     present = next(iter(named))
-    # Copies of 16 bytes: what the cases have.
+    # The variants that the cases need, all with 16-byte copies.
     variants = list(
         dict.fromkeys(problem(case, options.dtype) for case in chosen_cases(where, options))
     )
@@ -94,7 +97,7 @@ def compile_candidates(where: SearchedRow, options: Options) -> tuple[Search, di
 
 
 def measure(where: SearchedRow, search: Search, rows: Mapping[str, Row], options: Options) -> None:
-    """Fills in what the GPU says."""
+    """Run the rounds on the GPU, and enter the results."""
     measured = chosen_cases(where, options)
     search.flops = {case.name: case.flops for case in measured}
     search.burst_seconds = options.burst_seconds
@@ -126,7 +129,7 @@ def measure(where: SearchedRow, search: Search, rows: Mapping[str, Row], options
 
 
 def fill(search: Search, rounds: Sequence[halving.Round], dropped: Mapping[str, str]) -> None:
-    """Enters speeds, and who won."""
+    """Enter speeds, reasons for dropping candidates, and the winner."""
     for one in rounds:
         for name, score in one.scores.items():
             figure = search.figure(name)

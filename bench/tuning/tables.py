@@ -1,4 +1,4 @@
-"""Writes a search's winner into the data file that the chooser reads."""
+"""Write the winner of a search into the tile table that the library reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rawattn._kernels.variants import common_variants
 
 
 def dump(source: str, tables: Mapping[str, tuple[Row, ...]]) -> str:
-    """The text of a data file: one row a line."""
+    """Return the text of a table file, with one row a line."""
     blocks = []
     for name, rows in tables.items():
         lines = [
@@ -34,10 +34,10 @@ def write(
     jobs: int,
     step: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Puts the winner into its table; what was done, in words.
+    """Write the winner into its table; return a line about what was done.
 
-    Raises ValueError when the table is not the one that was searched, or a variant of the kernel that the row serves besides
-    those that were measured cannot be used.
+    Raises ValueError if the table has changed since the search, or if a kernel variant that the row serves but the search did
+    not measure fails to compile or spills where it must not.
     """
     if search.winner in ("", search.present):
         return f"{search.name}: nothing to write"
@@ -65,7 +65,10 @@ def check(
     jobs: int,
     step: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """ValueError unless every variant that these rows change compiles, and where it must not spill, does not."""
+    """Compile every variant that these rows change.
+
+    Raises ValueError if one does not compile, or spills though its kernel must not.
+    """
     before = set(common_variants(searched.arch, every=True))
     with using_tiles(searched.kernel.name, searched.table, rows):
         after = common_variants(searched.arch, every=True)
