@@ -1,4 +1,4 @@
-"""The public call on the CPU backend: values, every framework, every mistake."""
+"""The public calls on the CPU backend: values, every framework, and refused calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.verify import run, verify
 
 NUMPY = NumPy()
 CHEAP = [case for case in curated() if case.scores <= 300_000]
-# What goes through DLPack differs by dtype, strides and integers, not by mask or shape.
+# Conversion through DLPack depends on dtype, strides and integers, not on mask or shape.
 EXCHANGED = [
     case
     for case in CHEAP
@@ -150,7 +150,7 @@ def test_tensor_that_requires_grad_is_refused_while_torch_records() -> None:
             out = rawattn.attention(**given, backend="cpu")
         assert not out.requires_grad
         assert bool((out == 1).all())
-        vjp, _ = rawattn.attention_vjp(**given, backend="cpu")  # its caller takes the gradients
+        vjp, _ = rawattn.attention_vjp(**given, backend="cpu")  # the caller computes the gradients
         assert bool((vjp == 1).all())
 
 
@@ -184,9 +184,10 @@ print(seconds)
 
 
 def test_import_is_light(tmp_path: Path) -> None:
-    """No GPU library, no framework, at most 0.2 s beyond NumPy (the best of five, to be fair).
+    """`import rawattn` loads no GPU library and no framework, and adds at most 0.2 s to the import of NumPy.
 
-    The first of them compiles to bytecode, which an installed package has, whatever the environment says of it.
+    The best of five runs counts. The first run writes bytecode, which an installed package already has, even if the environment
+    forbids it.
     """
     command = [sys.executable, "-c", _IMPORT]
     environment = {

@@ -1,4 +1,4 @@
-"""`append_kv` on the CPU against the reference, calls that it refuses, and that `paged_attention` reads what it wrote."""
+"""`append_kv` on the CPU: against the reference, calls that it refuses, and `paged_attention` on what it wrote."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_against_the_reference(name: str, batch: str) -> None:
 
 
 def test_attention_reads_what_was_written() -> None:
-    """The whole prompt at once and token by token are one cache."""
+    """Appending the whole prompt at once and token by token gives the same cache."""
     call = appended(LENS, 4, rows=LENS, room_q=24, rotary_dim=8, dtype=F32, group=False)
     k_pages, v_pages, out = run(call)
     stepwise = call.pools()
@@ -92,7 +92,7 @@ def test_angles_with_any_strides(interleaved: bool) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("float8", ["", "numbers"])
 def test_numbers_out_of_range_raise_nothing(dtype: Any, float8: str) -> None:
-    """Rows that overflow when they turn, infinity, NaN, and what is too small."""
+    """Rotation that overflows, infinity, NaN and tiny numbers raise no floating-point error."""
     call = appended(LENS, 4, rotary_dim=8, dtype=np.dtype(dtype), float8=float8)
     numbers = np.array([np.finfo(dtype).max, np.inf, np.nan, np.finfo(dtype).tiny], dtype)
     k, v, q = (np.resize(numbers, x.shape) for x in (call.k, call.v, call.q))
@@ -116,7 +116,7 @@ def test_memory_of_the_caller() -> None:
 
 
 def test_pools_that_interleave() -> None:
-    """Keys and values side by side in one array."""
+    """Keys and values may lie side by side in one array."""
     call = appended(LENS, 4, dtype=F32, dims=(16, 16))
     both = np.stack(call.pools(), axis=1)
     rawattn.append_kv(
@@ -145,7 +145,7 @@ def test_what_is_written_and_shares_memory_is_refused(name: str, backend: Any) -
         "a shared page": {"v_pages": both[size - 1 : -1]},
     }
     given |= changes.get(name, {name: both[-n:, :1]})
-    for _ in range(2):  # the way of a first call, and of one like it
+    for _ in range(2):  # a first call and a repeated one take different paths
         with pytest.raises(ValueError, match="shares memory with"):
             rawattn.append_kv(
                 **given,
@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_refused(name: str) -> None:
-    """Also behind a call that is right and like it."""
+    """A mistake is refused also after a valid call of the same form."""
     changed, kind, message = WRONG[name]
     k_pages, v_pages = CALL.pools()
     given: dict[str, Any] = {"k": CALL.k, "v": CALL.v, "k_pages": k_pages, "v_pages": v_pages}
@@ -249,7 +249,7 @@ def test_two_new_rows_in_one_slot(name: str) -> None:
 
 
 def test_a_row_without_a_slot_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody has checked the integers, as for a plan whose lengths change on a GPU."""
+    """A new row without a slot is dropped where nobody checked the integers, as in a plan whose lengths change on a GPU."""
     monkeypatch.setattr(paged, "check_pages", lambda *args: None)
     monkeypatch.setattr(append, "check_lengths", lambda *args: None)
     k, v = (np.ones((3, 2, 1, 4), F32) for _ in range(2))
@@ -261,7 +261,7 @@ def test_a_row_without_a_slot_is_not_written(monkeypatch: pytest.MonkeyPatch) ->
         )
         np.testing.assert_array_equal(q, k)
         written = np.zeros((6, 2), bool)
-        written[5, 1] = written[2] = True  # the first row of sequence 0, both of sequence 2
+        written[5, 1] = written[2] = True  # the first new row of sequence 0 and both of sequence 2
         for pool in (k_pages, v_pages):
             np.testing.assert_array_equal(pool[..., 0, 0] == 1, written)
 
@@ -273,8 +273,8 @@ def test_a_row_without_a_slot_is_not_written(monkeypatch: pytest.MonkeyPatch) ->
 def test_on_the_cpu_all_integers_are_checked(
     how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those on a GPU too, whatever `validate` says."""
-    monkeypatch.setattr(pages.PagedLayout, "on_host", False)  # as with lengths on a GPU
+    """The CPU backend checks integers that lie on a GPU too, whatever `validate` says."""
+    monkeypatch.setattr(pages.PagedLayout, "on_host", False)  # as if the lengths were on a GPU
     k_pages, v_pages = CALL.pools()
     given = (CALL.k, CALL.v, k_pages, v_pages)
     with pytest.raises(ValueError, match="seqlen_k: got 0 keys for sequence 1"):
@@ -324,7 +324,7 @@ def test_examples() -> None:
 
 
 def test_packed_rows_are_as_padded_ones() -> None:
-    """Rows of a padded batch and of a packed one are the same rows."""
+    """Rows of a packed batch give the same result as the same rows in a padded batch."""
     padded = appended(LENS, 4, rotary_dim=8, dtype=F32, rows=(3, 1, 5, 2), room_q=5)
     k_pages, v_pages, out = run(padded)
     rows = padded.pages.rows

@@ -16,7 +16,7 @@ LENS = (9, 1, 24, 3)
 
 
 def planned(call: Appended, **options: Any) -> tuple[tuple[Any, ...], rawattn.Plan]:
-    """The arrays of a call in the order of the verb, and its plan."""
+    """Return the arrays of a call, in the order in which `append_kv` takes them, and a plan of the call."""
     given = (call.k, call.v, *call.pools(), call.pages.block_table)
     options = {"seqlen_k": call.pages.seqlen_k, "q": call.q, "rotary": call.rotary, **options}
     return given, rawattn.plan(rawattn.append_kv, *given, **options)

@@ -1,4 +1,4 @@
-"""DLPack capsules of any producer: what they may say of their memory, and what is refused."""
+"""DLPack capsules of any producer: the memory that they may describe, and which are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.host_arrays import BFLOAT16, FLOATS, Elsewhere, values
 
 
 class Crafted(Elsewhere):
-    """A producer whose capsule has some fields changed."""
+    """A producer whose capsule has some fields overwritten."""
 
     def __init__(self, array: np.ndarray, *, version: int = 1, flags: int = 0, **fields: Any):
         super().__init__(array)
@@ -118,7 +118,7 @@ def test_producer_from_before_dlpack_1() -> None:
 
 
 def test_device_views() -> None:
-    """CuPy arrays over device addresses need no GPU until somebody touches them."""
+    """CuPy arrays over device addresses need no GPU until their memory is accessed."""
     cupy = pytest.importorskip("cupy")
     for dtype in FLOATS:
         tensor = dlpack.read(Elsewhere(values((2, 3, 4), dtype)[:, ::2]).__dlpack__())

@@ -1,4 +1,4 @@
-"""Which framework an array is of, and whose array the result is; none is imported for it."""
+"""The framework of an array, and the framework of the result. Detecting a framework imports none."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_framework_of_jax() -> None:
     "stop", ["sys.modules['cupy'] = None", "sys.meta_path.insert(0, Unwritable())"]
 )
 def test_tensors_of_torch_on_the_cpu_need_no_cupy(stop: str) -> None:
-    """README: without a GPU nothing of CUDA is installed. A CuPy that does not start is not asked for either."""
+    """Tensors on the CPU need no CuPy, neither an absent one nor one that fails to import."""
     pytest.importorskip("torch")
     code = (
         "import sys, warnings\n"
@@ -84,7 +84,7 @@ def test_tensors_of_torch_on_the_cpu_need_no_cupy(stop: str) -> None:
 
 @pytest.mark.parametrize("exporter", ["newframe", "newframe.core", "newframe.utils.dlpack"])
 def test_a_framework_nobody_has_heard_of(monkeypatch: pytest.MonkeyPatch, exporter: str) -> None:
-    """Its from_dlpack is found where the type lives, above it, or in a dlpack submodule."""
+    """from_dlpack of an unknown framework is found in the type's module, in a parent module, or in a dlpack submodule."""
     names = ["newframe", "newframe.core", "newframe.utils", "newframe.utils.dlpack"]
     modules = {name: types.ModuleType(name) for name in names}
     for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""Arrays of NumPy, torch and JAX come in without a copy, or are refused with a cure."""
+"""Arrays of NumPy, torch and JAX come in without a copy, or are refused with a remedy in the message."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_refused(given: Any, words: list[str]) -> None:
         import_array("key", given)
     for word in words:
         assert word in str(error.value)
-    with on_stream_of(given, framework_of(given)) as stream:  # leaves the complaint to import_array
+    with on_stream_of(given, framework_of(given)) as stream:  # import_array reports the error
         assert stream is None
 
 

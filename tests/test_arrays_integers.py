@@ -1,4 +1,4 @@
-"""Integers of a call as arrays: lists, arrays of frameworks, and what is refused."""
+"""Integer arguments: lists, arrays of frameworks, and what is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_integers_beyond_int64(given: Any) -> None:
         ((5, 1), True, "int32", 7, None),
         ((), True, "int32", 7, None),
         ((5,), True, "float32", 7, None),
-        ((5,), True, "int32", 8, None),  # a stream has to wait
+        ((5,), True, "int32", 8, None),  # another stream has to wait
         ((5,), None, "int32", 7, None),  # not on a GPU
     ],
 )

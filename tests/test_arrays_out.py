@@ -1,4 +1,4 @@
-"""Arrays go out without a copy; their memory is freed when nobody has them, and no earlier."""
+"""Results leave without a copy. Their memory is freed when the last reference to it goes, and not before."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def test_nothing_leaks(framework: str) -> None:
 
     there_and_back()
     before = resident_bytes()
-    for _ in range(400):  # 200 MiB if they stayed
+    for _ in range(400):  # 400 arrays that leak would be 200 MiB
         there_and_back()
     assert resident_bytes() - before < 32 << 20
 
 
 @pytest.mark.frameworks
 def test_capsules_do_not_leak() -> None:
-    """Small ones: what a capsule itself takes."""
+    """Capsules of small arrays leak nothing either, such as shapes and strides."""
     torch = pytest.importorskip("torch")
     array, tensor = empty_host((2, 2), BFLOAT16), torch.zeros(2, 2, dtype=torch.bfloat16)
     for n in range(60_000):
@@ -121,4 +121,4 @@ def test_capsules_do_not_leak() -> None:
             before = resident_bytes()
         export_array(array, "torch", None)
         import_array("q", tensor)
-    assert resident_bytes() - before < 2 << 20  # 50000 shapes and strides are more
+    assert resident_bytes() - before < 2 << 20  # 50000 leaked shapes and strides would be more

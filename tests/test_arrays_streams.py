@@ -1,4 +1,4 @@
-"""Streams that arrays come and go on, as far as they are decided without a GPU."""
+"""The streams on which arrays arrive and leave, as far as they are decided without a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_stream_argument(
 
 
 def test_same_stream_is_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a stream that captures with one that does not; neither touches CUDA."""
+    """No ordering is made for equal streams, nor between a capturing and a non-capturing one; neither case touches CUDA."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     streams.order(4096, 4096, 0)
     monkeypatch.setattr(streams, "is_capturing", lambda handle: handle == 4096)
@@ -61,7 +61,10 @@ def test_legacy_stream_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_capsule_is_let_go_of_while_another_is_made() -> None:
-    """jaxlib counts a buffer's capsules without a lock, and one may be freed on another thread."""
+    """No capsule is freed while another is made.
+
+    jaxlib counts the capsules of a buffer without a lock, and another thread may free one.
+    """
     made, freed = threading.Event(), threading.Event()
     seen = []
 
@@ -73,7 +76,7 @@ def test_no_capsule_is_let_go_of_while_another_is_made() -> None:
     class Array:
         def __dlpack__(self, **keywords: Any) -> object:
             streams._dying.put((SimpleNamespace(synchronize=lambda: None), Capsule()))
-            time.sleep(0.1)  # the other thread could go on
+            time.sleep(0.1)  # gives the freeing thread the time to run
             made.set()
             return object()
 

@@ -1,4 +1,4 @@
-"""How many blocks share a key tile of the backward: more than one where key tiles are few and query tiles many."""
+"""How many blocks share a key tile in the backward: several where there are few key tiles and many query tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.problems import H200
 
 
 def count(problem: Problem) -> int:
-    """Blocks of a key tile."""
+    """Return the number of blocks that share a key tile."""
     config = portable_backward.choose(problem, H200, Operands())
     return portable_backward.parts(problem, H200, config)
 
@@ -34,7 +34,10 @@ def dense(
     mask: bool = False,
     **options: Any,
 ) -> Problem:
-    """kept: of a list of keys that all rows share."""
+    """Return the problem of a dense batch.
+
+    kept: the number of kept keys, in a list that all rows share.
+    """
     q, k = (
         np.broadcast_to(np.float16(0), (batch, n, nheads, 64))
         for n, nheads in zip(rows, heads, strict=True)
@@ -51,7 +54,10 @@ def dense(
 def ragged(
     heads: tuple[int, int], lens_q: list[int], lens_k: list[int], *, packed: bool = True, room: int = 0
 ) -> Problem:  # fmt: skip
-    """As a call is prepared; room: rows of keys of a padded array."""
+    """Return the problem of a ragged batch, with bounds on the lengths as a call has.
+
+    room: rows of keys of a padded array.
+    """
     rows = [sum(lens_q), sum(lens_k)] if packed else [max(lens_q), max(*lens_k, room)]
     lead = () if packed else (len(lens_q),)
     q, k = (
@@ -69,14 +75,14 @@ def test_few_key_tiles_are_shared() -> None:
     assert count(dense(1, (2, 1), (4096, 4096), causal=True)) > 4
     assert count(dense(1, (2, 1), (16384, 16384), causal=True)) > 1
     assert count(dense(1, (1, 1), (4096, 4096))) > 1
-    # Heads of a group are turns too, where all of their queries are one tile.
+    # The heads of a GQA group add steps too: here all queries of a head are one tile.
     assert count(dense(2, (32, 2), (128, 500))) > 4
 
 
 def test_many_key_tiles_are_not() -> None:
     assert count(dense(4, (32, 32), (4096, 4096), causal=True)) == 1
     assert count(dense(1, (1, 1), (128 * 132, 128 * 132))) == 1
-    # There is little to share.
+    # There is too little work to share.
     assert count(dense(1, (1, 1), (256, 256), causal=True)) == 1
 
 
@@ -87,7 +93,7 @@ def test_a_mask_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("seqlen", [8192, 32768])
 def test_gathered_keys_are_shared_by_as_many_blocks_as_there_are(seqlen: int) -> None:
-    """8 key tiles on 132 multiprocessors."""
+    """8 key tiles on 132 SMs are shared by 16 blocks each."""
     assert count(dense(1, (2, 1), (seqlen, seqlen), kept=1024, causal=True)) == 16
 
 
@@ -95,7 +101,7 @@ def test_few_key_tiles_of_ragged_batches_are_shared() -> None:
     assert count(ragged((2, 1), [4096, 4096], [4096, 4096])) > 2
     assert count(ragged((8, 8), [4096] * 4, [77] * 4)) > 2
     assert count(ragged((2, 1), [4096, 1000], [4096, 1000], packed=False)) > 2
-    # One of them is long.
+    # One of the sequences is long.
     assert count(ragged((2, 1), [4096, *[64] * 9], [4096, *[64] * 9])) > 2
 
 
@@ -104,28 +110,28 @@ def test_many_key_tiles_of_ragged_batches_are_not() -> None:
     assert count(ragged((2, 1), [4096, *[64] * 200], [4096, *[64] * 200])) == 1
     assert count(ragged((16, 16), [2048] * 8, [2048] * 8)) == 1
     assert count(ragged((2, 1), [4096] * 32, [4096] * 32, packed=False)) == 1
-    # Little to share, by small tiles.
+    # The tiles are small, so there is too little work to share.
     assert count(ragged((1, 1), [500] * 4, [500] * 4)) == 1
-    # Sums of rows that no sequence has are as long as those of others.
+    # The sums over blocks cover the rows of padding too, so a large padded array is not shared.
     assert count(ragged((8, 8), [16384], [77], packed=False)) > 4
     assert count(ragged((8, 8), [16384], [77], packed=False, room=1 << 17)) == 1
 
 
 def of_sinks(problem: Problem) -> int:
-    """Blocks of a key tile with sink tokens."""
+    """Return the number of blocks that share a key tile with sink tokens."""
     config = portable_backward.choose(problem, H200, Operands())
     return portable_backward.parts_of_sinks(problem, H200, config)
 
 
 def test_key_tiles_with_sink_tokens_are_shared() -> None:
-    """Beside a window that is much shorter than the sequence."""
+    """Key tiles with sink tokens are shared if the window is much shorter than the sequence."""
     window: dict[str, Any] = {"causal": True, "window": (255, 0)}
     assert of_sinks(dense(1, (8, 8), (8192, 8192), **window, sink=4)) >= 4
     assert of_sinks(dense(1, (32, 4), (4096, 4096), **window, sink=4)) >= 4
     assert of_sinks(dense(1, (8, 8), (8192, 8192), **window)) == 1
     assert of_sinks(dense(1, (8, 8), (300, 300), **window, sink=4)) == 1
     assert of_sinks(dense(1, (8, 8), (8192, 8192), causal=True, sink=4)) == 1
-    # Of so many sequences each multiprocessor has others.
+    # With so many sequences, every SM has other work.
     assert of_sinks(dense(64, (32, 32), (1024, 1024), **window, sink=4)) == 1
 
 
@@ -138,7 +144,10 @@ def test_nothing_to_share_beside_sink_tokens(
 
 
 def test_sink_tokens_of_as_many_keys_as_there_may_be() -> None:
-    """Key tiles with sink tokens have more rows than an int counts: nobody shares them."""
+    """A call with 2^31 - 1 keys and more sink tokens must have launches.
+
+    Its key tiles with sink tokens have more rows than an int holds, so no blocks share them.
+    """
     q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 64)) for rows in (1, 2**31 - 1))
     problem, lengths = describe(q, k, k, window=(5, None), sink=2**40)
     operands = Operands(
@@ -148,7 +157,7 @@ def test_sink_tokens_of_as_many_keys_as_there_may_be() -> None:
 
 
 def test_few_key_tiles_beside_a_window() -> None:
-    """They have as many turns as the window has queries."""
+    """With a window, a key tile has only as many steps as the window has queries."""
     assert count(dense(1, (8, 1), (4096, 4096), causal=True, window=(127, 0))) <= 4
     assert count(dense(1, (8, 1), (4096, 4096), causal=True)) > 4
 

@@ -1,4 +1,4 @@
-"""How many waves share a row in the kernels of the backward that visit rows."""
+"""How many waves share a row in the backward's kernels that visit rows."""
 
 from __future__ import annotations
 

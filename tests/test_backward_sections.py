@@ -1,4 +1,4 @@
-"""Which kv heads the backward walks together: `portable/backward_sections.py`."""
+"""Which kv heads the backward processes together (a section): `portable/backward_sections.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ H200 = replace(without_device("sm_90a"), multiprocessors=132)
 def _heads(
     batch: int, heads: tuple[int, int], seqlen: int, headdim: int = 128, *, causal: bool = True
 ) -> tuple[int, int]:
-    """Of a section: by the L2 cache alone, and chosen; counted as kernels_cu/attn/schedule/order.cuh does."""
+    """Return the kv heads of a section: as many as fit the L2 cache, and as many as are chosen.
+
+    The counts follow kernels_cu/attn/schedule/order.cuh.
+    """
     q, k = (np.broadcast_to(np.float16(0), (batch, seqlen, each, headdim)) for each in heads)
     problem, _ = describe(q, k, k, causal=causal)
     config = backward.choose(problem, H200, Operands())
@@ -35,7 +38,8 @@ def _heads(
     return counted(fitting), counted(found)
 
 
-# Each took 0.67 to 0.96 of the time with the heads that fit the cache, on one H200 (docs/notes/portable-backward.md).
+# Measured on one H200 (docs/notes/portable-backward.md): each call takes 0.67 to 0.96 of its time with sections that fit the L2
+# cache.
 @pytest.mark.parametrize(
     ("batch", "heads", "seqlen", "headdim", "together"),
     [
@@ -57,8 +61,8 @@ def test_sections_that_leave_multiprocessors_idle_are_larger(
     ("batch", "heads", "seqlen", "causal"),
     [
         (1, (16, 16), 16384, True),  # enough blocks
-        (2, (16, 4), 4096, False),  # all of one length
-        (1, (8, 1), 4096, True),  # one section anyway
+        (2, (16, 4), 4096, False),  # all key tiles have the same number of steps
+        (1, (8, 1), 4096, True),  # a single section in any case
         (64, (32, 32), 16384, True),
     ],
 )
@@ -70,7 +74,7 @@ def test_others_are_as_the_cache_wants_them(
 
 
 def test_blocks_end_when_they_do() -> None:
-    # Two blocks at once; of each head a long one and a short one, with 3 turns around each.
+    # Two blocks run at once. Each head has a long and a short block; every block takes 3 steps of overhead.
     turns = ((7,), (1,))
     assert backward_sections._end(1, 2, 1, turns, 2) == 14
     assert backward_sections._end(2, 2, 1, turns, 2) == 14

@@ -1,4 +1,4 @@
-"""`rawattn bench`: the whole command, with fakes where a GPU would be asked."""
+"""The whole command `rawattn bench`, with fakes for everything that needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.bench_fakes import Fake, FakeClock
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
-    """The whole command, with fakes where a GPU would be asked."""
+    """Replace the contenders, clocks and sensors of the command by fakes."""
     fakes = {
         "forward": [
             Fake("rawattn", 0.001),
@@ -136,7 +136,7 @@ def test_the_backward_suite_measures_shows_and_writes(pretend_gpu, capsys, tmp_p
     out = capsys.readouterr().out
     ragged = next(line for line in out.splitlines() if line.startswith("ragged D128 H16/16 causal"))
     rate = grids.backward()[12].flops / 0.001 / 1e12
-    # Ours with spread and share, deterministic likewise, FA2; cuDNN was not asked.
+    # rawattn with its spread and share, deterministic with the same, and FA2. cuDNN does not take packed cases.
     assert ragged.split()[4:] == [
         *(f"{rate:.0f}", "0.0%", f"{rate / 10:.0f}%"),
         *(f"{rate / 1.25:.0f}", "0.0%", f"{rate / 12.5:.0f}%"),

@@ -1,4 +1,4 @@
-"""`rawattn bench`: what its cases are, and the operations and bytes it counts for them."""
+"""The cases of `rawattn bench`, and the operations and bytes that it counts for them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_flops_and_bytes_of_a_backward_against_products_done_one_by_one(
         read |= {("k", shared, j, d) for d in range(headdim)}
         read |= {(name, head, i, d) for name in ("out", "dout") for d in range(headdim_v)}
         read |= {("v", shared, j, d) for d in range(headdim_v)}
-        read |= {("lse", head, i, half) for half in range(2)}  # two elements of 16 bits
+        read |= {("lse", head, i, half) for half in range(2)}  # a float32 is two 16-bit elements
         for over in (headdim, headdim_v, headdim_v, headdim, headdim):  # S, dP, dV, dQ, dK
             operations += 2 * over
     for head, i, d in itertools.product(range(nheads_q), range(len_q), range(headdim)):

@@ -1,4 +1,4 @@
-"""`rawattn bench`: the contenders themselves, as far as they go without a GPU."""
+"""The contenders of `rawattn bench`, as far as they can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_who_is_asked_for_which_suite():
 
 
 class Tensor:
-    """As much of a torch tensor as a contender touches; remembers what was done to it."""
+    """A fake torch tensor with the methods that a contender calls. It records the calls."""
 
     def __init__(self, name):
         self.name, self.requires_grad = name, False
@@ -69,7 +69,7 @@ class Tensor:
 
 @pytest.fixture
 def pretend_torch(monkeypatch):
-    """Modules with the names that contenders call; `log` holds the calls of attention and of grad."""
+    """Fake modules with the names that contenders import; `log` holds the calls of attention and of grad."""
     log, enabled = [], []
 
     @contextlib.contextmanager
@@ -182,7 +182,7 @@ def test_memory_beyond_gradients_is_what_a_new_pool_owns(monkeypatch):
 
     class Pool:
         def malloc(self, nbytes):
-            owned[0] = max(owned[0], nbytes)  # the second call finds what the first has freed
+            owned[0] = max(owned[0], nbytes)  # the second call reuses the first one's memory
 
         def total_bytes(self):
             return owned[0]

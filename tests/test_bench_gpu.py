@@ -20,7 +20,7 @@ def test_a_quick_run_on_a_gpu(capsys, tmp_path):
     for row in report.rows:
         rate = row.rate("rawattn")
         assert rate is not None, row.results["rawattn"].reason
-        # Faster than its own matrix products would be a timer that does not wait.
+        # A rate above that of matrix products would mean that the timer does not wait.
         assert 0.01 < rate / report.matmul_flops < 1
         assert row.results["rawattn"].watts
 
@@ -60,7 +60,7 @@ def test_a_run_of_score_options_on_a_gpu(tmp_path):
     for row in report.rows:
         rate = row.rate("rawattn")
         assert rate is not None, row.results["rawattn"].reason
-        # The product may have been measured while other processes had more of the GPU.
+        # The rate of matrix products may have been measured while other processes left less of the GPU to this one.
         assert 0.01 < rate / report.matmul_flops < 2
     measured = [figure for figure in report.bounded() if "over our" in figure.name]
     assert len(measured) == 2
@@ -70,7 +70,7 @@ def test_a_run_of_score_options_on_a_gpu(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_memory_of_a_backward_on_a_gpu():
-    slack = 4 / 1024  # 4 KiB: a ragged batch's schedule, and rounding
+    slack = 4 / 1024  # 4 KiB for a ragged batch's schedule, and for rounding
     found = [figure.value for figure in memory.figures("bfloat16", ())]
     for default, deterministic, allowed in zip(found[::3], found[1::3], found[2::3], strict=True):
         assert 0 < deterministic < default <= allowed + slack

@@ -1,4 +1,4 @@
-"""`rawattn bench`: what CUDA graphs hold, and for how long, with fakes of CuPy and torch."""
+"""What the CUDA graphs of `rawattn bench` hold, and for how long, with fakes of CuPy and torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MB = 1 << 20
 
 
 class Device:
-    """Streams and graphs of which a replay tells what it launches; capturing: the calls of a capture in progress."""
+    """Fake streams and graphs. A replay logs what it launches.
+
+    capturing: the calls of the capture in progress.
+    """
 
     def __init__(self) -> None:
         self.capturing: list[str] | None = None
@@ -83,7 +86,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 class Array:
-    """Something of which one can ask whether it is still alive."""
+    """An object that a test can ask whether it is still alive."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -160,7 +163,7 @@ def test_a_capture_that_fails_has_ended(device: Device) -> None:
 
 def test_the_time_is_that_of_one_call(device: Device) -> None:
     def capture(calls: Any) -> Any:
-        return lambda: 1e-5 * len(calls)  # seconds, for the clock
+        return lambda: 1e-5 * len(calls)  # the seconds that the fake clock reads
 
     entrants = {
         "short": graphs.entrant(capture, make(device, 16), MB),

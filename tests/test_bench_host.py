@@ -130,7 +130,7 @@ def test_layouts_are_kept_or_new_with_equal_or_other_lengths(
             len({id(one) for one in seen}),
             len({tuple(lengths["seqstart_q"].tolist()) for lengths in made}),
         )
-        # Lengths on the device are never read back: their longest is told.
+        # Lengths on the device are never read back, so the call passes their maximum.
         told = {"max_seqlen_q": 5, "max_seqlen_k": 5} if where == "device" else {}
         assert all({**lengths, "seqstart_q": 0} == {"seqstart_q": 0, **told} for lengths in made)
     assert counts["kept layout"] == (1, 1)
@@ -173,7 +173,7 @@ def test_frameworks_without_a_gpu_are_absent(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class World:
-    """A clock that calls move."""
+    """A fake clock that calls advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -208,7 +208,7 @@ def test_calls_take_turns_and_their_waiting_is_left_out(monkeypatch: pytest.Monk
     assert [row.seconds for row in rows] == pytest.approx([40e-6, 16e-6])
     names = [name for name in world.log if name != "wait"]
     turns = [name for n, name in enumerate(names) if n == 0 or names[n - 1] != name]
-    assert turns == ["base", "ours"] * 4  # once to get ready
+    assert turns == ["base", "ours"] * 4  # the first turn warms up
     queued = [len(list(calls)) for name, calls in itertools.groupby(world.log) if name != "wait"]
     assert set(queued) == {host_suite.BATCH}  # a launch queue holds many more
     report = make_report(rows)
@@ -358,7 +358,7 @@ def test_calls_are_listed_and_chosen_by_words(capsys: pytest.CaptureFixture[str]
     assert "no case has the words 'nonsense'" in capsys.readouterr().err
 
 
-# How everybody was called
+# How each contender was called
 
 
 @pytest.mark.parametrize("suite", ["forward", "backward"])

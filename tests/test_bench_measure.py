@@ -1,4 +1,4 @@
-"""`rawattn bench`: cases measured with contenders that only pretend, and the race of dtypes."""
+"""Measurements of `rawattn bench` with fake contenders, and the race of dtypes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_case_that_one_is_measured_against_takes_its_turns_beside_it():
     bound = report.Bound("time over the other", 1.0, at_most=True)
     rows = [
         report.Row("a", "dense", 64, 10**9, 10**6, results, over="b", bounds=(bound,), base=found),
-        # In its own turns, at another clock.
+        # Measured in a race of its own, at another clock frequency.
         report.Row("b", "dense", 64, 10**9, 10**6, {"rawattn": report.Result(0.001)}),
     ]
     told = report.Report("scores", "bfloat16", "", 3, {}, {}, 1e12, ["rawattn"], [], rows=rows)
@@ -98,7 +98,7 @@ def _kind(x):
 
 
 class ByKind(Fake):
-    """Takes its seconds from the kind of its inputs, raises what stands there instead; remembers the kinds."""
+    """A fake whose seconds depend on the kind of its inputs. It raises an exception given instead, and records the kinds."""
 
     def __init__(self, name, seconds):
         super().__init__(name)
@@ -117,7 +117,7 @@ class ByKind(Fake):
 
 @pytest.fixture
 def race_dtypes(monkeypatch):
-    """The figures of these contenders, with NumPy arrays of one row."""
+    """Return a function that gives the figures of these contenders, on NumPy arrays of one row."""
 
     def random_array(shape, dtype):
         values = np.random.default_rng(0).standard_normal(shape[-1], np.float32)

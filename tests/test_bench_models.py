@@ -1,4 +1,4 @@
-"""The suite `models`: its shapes, its lines with bounds, peers that are left out, how peers are called."""
+"""The suite `models`: shapes, lines with bounds, peers that are left out, and how peers are called."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ours_is_the_attention_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Entrant | Exception]:
-    """What everybody enters every race with."""
+    """What each contender enters into every race."""
     found: dict[str, Entrant | Exception] = {
         "rawattn": pretended(9e-6),
         CUDNN: pretended(10e-6),
@@ -144,7 +144,7 @@ def test_peers_are_captured_by_torch_on_the_same_inputs(monkeypatch: pytest.Monk
 
 
 class Tensor:
-    """As much of an array as a peer touches."""
+    """A fake array with the attributes that a peer uses."""
 
     def __init__(self, *shape: int) -> None:
         self.shape = shape
@@ -157,7 +157,7 @@ class Tensor:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls of torch's attention and of FlashAttention-4's, by what they were given."""
+    """Records the arguments of calls of torch's attention and of FlashAttention-4."""
     log: list[Any] = []
 
     @contextlib.contextmanager

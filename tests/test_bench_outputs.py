@@ -1,4 +1,4 @@
-"""Files that `rawattn bench` is to write are asked for before it measures."""
+"""`rawattn bench` checks that its output files can be written before it measures."""
 
 from __future__ import annotations
 

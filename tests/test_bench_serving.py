@@ -1,4 +1,4 @@
-"""The suites `decode` and `prefill`: what their cases read, their tables of pages, lines with bounds."""
+"""The suites `decode` and `prefill`: the bytes that their cases read, block tables, and lines with bounds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_names_tell_cases_apart() -> None:
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes a microsecond for each MB of its case, a peer's twice as long; FlashAttention-4 is not there."""
+    """A call takes 1 us for each MB of its case, a peer's call twice that. FlashAttention-4 is missing."""
 
     def peer(side: str, sides: Any, nbytes: int) -> Entrant:
         if side == FA4:
@@ -111,7 +111,7 @@ def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:
     figures = serving.prefill("bfloat16", [FA2, FA4])
     assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL) + len(serving_cases.CHUNKS)
     assert any("no flash_attn" in figure.of for figure in figures)
-    # Of one race: as many bytes either way.
+    # Both come from one race and read the same number of bytes.
     pages = [figure for figure in figures if "page 16 over rows" in figure.name]
     assert all(figure.value == pytest.approx(1) and figure.verdict == "ok" for figure in pages)
     assert all("rows" in figure.of and "pages" in figure.of for figure in pages)

@@ -1,4 +1,4 @@
-"""`rawattn bench`: clocks, races, isolated peers and host time, without a GPU."""
+"""Clocks, races, isolated peers and host time of `rawattn bench`, without a GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_who_raises_midway_is_out_and_the_others_finish():
     results = timing.race(entrants, repeats=5)
     assert isinstance(results["mortal"], Exception)
     assert len(results["steady"].samples) == 5
-    assert seen == [1]  # sensors are read in the last burst alone
+    assert seen == [1]  # sensors are read only in the last burst
 
 
 def test_host_clock_waits_for_the_last_result(monkeypatch):
@@ -72,7 +72,7 @@ def test_host_clock_waits_for_the_last_result(monkeypatch):
 
     def call():
         nonlocal now
-        now += 0.001  # enqueueing
+        now += 0.001  # the time to enqueue
         return 7
 
     def wait(result):
@@ -141,7 +141,7 @@ def test_host_time_drains_the_queue_before_each_batch_and_keeps_its_waiting_out(
 
     def call():
         nonlocal now, queued, deepest
-        # The first batches are slow, and one straggler among the others must not matter.
+        # The first batches are slow, and one later batch is a straggler; neither must matter.
         slow = len(batches) <= 10 or len(batches) == 50
         now += 1.0 if slow else 0.001
         queued += 1

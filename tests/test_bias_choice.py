@@ -1,4 +1,4 @@
-"""How calls with a bias choose their kernels: what is copied first, how it comes, and tiles of short sequences."""
+"""How calls with a bias choose kernels: whether it is copied first, how it is loaded, and the tiles of short sequences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def biased(
 
 
 def operands(*strides: int, alignment: int = 0) -> Operands:
-    """Of elements of 2 bytes."""
+    """Return operands with these strides of the bias, in elements of 2 bytes."""
     return Operands(
         option_strides={"bias": tuple(2 * n for n in strides)}, alignments={"bias": alignment}
     )
@@ -70,7 +70,7 @@ def test_which_biases_are_copied_to_aligned_rows(
     for target in (H200, A100):
         found = aligned_bias.supports(call, target, given)
         assert found is None if reason is None else found is not None and reason in found
-    # Other forwards than Hopper's read it element by element.
+    # Forward kernels other than Hopper's read the bias element by element.
     assert aligned_bias.supports_forward(call, A100, given) is not None
 
 
@@ -96,7 +96,7 @@ def test_families_behind_a_copy() -> None:
 
 
 def test_rows_that_begin_anywhere_have_two_slots_where_they_can() -> None:
-    """By a key tile that is 16 keys shorter, sooner than by one slot."""
+    """Unaligned rows of a bias get two stages where possible: a key tile shorter by 16 keys is preferred to a single stage."""
     chosen = {}
     for headdim in (64, 128, 192, 256):
         call = replace(problem(1, 2001, 16, headdim), bias=ArrayForm("bfloat16", *(PLANE,) * 2))
@@ -114,7 +114,7 @@ def test_rows_that_begin_anywhere_have_two_slots_where_they_can() -> None:
 @pytest.mark.parametrize("headdim", [64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64, 128])
 def test_tiles_of_whole_boxes_of_pages(headdim: int, page_size: int) -> None:
-    """Where rows of a bias take room, too."""
+    """Key tiles are multiples of a box of pages, also where rows of a bias take shared memory."""
     shape = (8, 8, 512, 1023)
     call = replace(
         problem(8, 512, 8, headdim, bias=ArrayForm("bfloat16", shape, shape)),
@@ -139,7 +139,7 @@ ODD_PLANE = (16 * 2001 * 2001, 2001 * 2001, 2001, 1)
 
 
 def blocks(call: Problem, target: Target = H200) -> int:
-    """That share a multiprocessor."""
+    """Return how many blocks share an SM."""
     rows = -(-call.rows_k // 8) * 8
     given = operands(*(call.nheads_q * call.rows_q * rows, call.rows_q * rows, rows, 1))
     return forward.choose(call, target, given).blocks_per_sm
@@ -159,10 +159,10 @@ def test_short_sequences_share_a_multiprocessor(headdim: int) -> None:
     assert (blocks(with_bias(64, 577)) > 1) == small
     slopes = ArrayForm("float32", (1, 12), (12,))
     assert (blocks(problem(300, 49, 12, headdim, alibi_slopes=slopes)) > 1) == small
-    # Neither long ones nor those with more options.
+    # Neither calls of long sequences share an SM, nor calls with more options.
     assert blocks(with_bias(64, 720)) == blocks(with_bias(10, 2000)) == 1
     assert blocks(with_bias(300, 49, softcap=9.0)) == 1
-    # A lone consumer is left to products alone.
+    # A single consumer warpgroup serves only calls without further score options.
     assert forward.choose(with_bias(300, 49, softcap=9.0), H200, operands(*ODD)).consumers > 1
 
 
@@ -173,7 +173,7 @@ def test_short_sequences_share_a_multiprocessor(headdim: int) -> None:
         (197, (1, 6, 197, 197), True),
         (384, (256, 6, 384, 384), True),
         (384, (1, 1, 1, 384), True),
-        (384, (1, 6, 384, 384), False),  # with sums of dbias
+        (384, (1, 6, 384, 384), False),  # dbias is summed over the batch
         (600, (256, 6, 600, 600), False),
     ],
 )
@@ -185,6 +185,6 @@ def test_small_tiles_of_the_backward(rows: int, shape: tuple[int, ...], small: b
     config = backward.choose(call, H200, given)
     assert (config.tile_k == 64) == small
     assert config.bias_of_keys == (shape[2] == 1)
-    # A gradient that nobody wants has no sums.
+    # If dbias is not wanted, there are no sums.
     alone = Operands(option_strides={"bias": strides}, alignments={"bias": 0})
     assert (backward.choose(call, H200, alone).tile_k == 64) == (rows <= 384)

@@ -1,4 +1,4 @@
-"""`rawattn check` passes on a machine that computes right, and tells when one does not."""
+"""`rawattn check` passes where results are right, and reports where they are wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rawattn._cli import check
 from rawattn._cpu import forward as cpu_forward
 
 _CELLS = len(check._MODES) + len(check._IN_PAGES) + 2
-_FORWARDS = _CELLS - 2  # but for what is appended and what is merged
+_FORWARDS = _CELLS - 2  # all but append_kv and combine
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_wrong_results_are_told(
     monkeypatch.setattr(cpu_forward, "forward", broken)
     assert cli.main(["check", "--backend", "cpu"]) == 1
     printed = capsys.readouterr().out
-    # The one row of a step of decoding has no key behind it, wherever the window ends.
+    # In a decode step the single row has no key after it, so window_right changes nothing.
     failed = _FORWARDS - (2 if wrong == "window_right" else 0)
     assert f"{_CELLS - failed} of {_CELLS} within their bounds" in printed
     assert printed.count("FAILED") == failed

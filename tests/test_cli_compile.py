@@ -1,4 +1,4 @@
-"""`rawattn compile`, and the processes that it uses."""
+"""`rawattn compile`, and the worker processes that it uses."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_purposes_of_the_real_list(arch: str) -> None:
     assert inference < training < everything
 
     def kinds(sources: set[Source]) -> set[tuple[bool, bool]]:
-        """(of a gradient, float32)"""
+        """Return (has a gradient, is float32) of each variant."""
         return {("backward" in one.entry, "float" in one.summary.split()) for one in sources}
 
     assert kinds(inference) == {(False, False)}
@@ -226,7 +226,10 @@ def gone(pid: int) -> bool:
 
 
 def test_no_worker_hears_of_an_interrupt() -> None:
-    """Not the first one either: what Python starts beside that unblocks the signal again."""
+    """Workers block SIGINT.
+
+    This includes the first worker: Python starts another process beside it, which unblocks the signal again.
+    """
     code = (
         "from rawattn._cli.workers import outcomes\n"
         "if __name__ == '__main__':\n"
@@ -240,7 +243,7 @@ def test_no_worker_hears_of_an_interrupt() -> None:
 
 
 def interrupt_a_compilation(send: Callable[[int, int], None], kernel_cache: Path) -> float:
-    """Seconds from the signal until the command and all its processes are gone."""
+    """Return the seconds from the signal until the command and all its processes have ended."""
     # Tests may run where the signal is ignored, such as in the background of a shell.
     command = [
         "env",
@@ -266,7 +269,7 @@ def interrupt_a_compilation(send: Callable[[int, int], None], kernel_cache: Path
         assert process.stderr is not None
         first = process.stderr.readline()
         assert first.startswith("[1/"), first
-        time.sleep(0.3)  # both processes are in the middle of a kernel
+        time.sleep(0.3)  # both workers are compiling a kernel now
         workers = children(process.pid)
         begin = time.monotonic()
         send(process.pid, signal.SIGINT)
@@ -295,7 +298,7 @@ def test_ctrl_c_ends_a_compilation_within_a_second(
     send: Callable[[int, int], None], kernel_cache: Path
 ) -> None:
     pytest.importorskip("cupy", reason="NVRTC is reached through CuPy, which is not installed")
-    # Not only the first time: other tests may have the processors just then.
+    # Several attempts, since other tests may keep the CPU busy.
     assert any(interrupt_a_compilation(send, kernel_cache) < 1 for _ in range(3))
 
 

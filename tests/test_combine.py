@@ -1,4 +1,4 @@
-"""`rawattn.combine` on the CPU: against the reference, against attention over all keys, and what it refuses."""
+"""`rawattn.combine` on the CPU: against the reference, against attention over all keys, and refused calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_packed_batch() -> None:
     q = rng.standard_normal((9, 4, 16), np.float32)
     k, v = rng.standard_normal((2, 24, 2, 16), np.float32)
     whole = rawattn.SeqLayout(seqstart_q=[0, 4, 9], seqstart_k=[0, 10, 24])
-    # Of each sequence the first 6 keys, and the rest.
+    # The first 6 keys of each sequence, and the others.
     parts = [
         {"seqlen_k": [6, 6]},
         {"seqstart_k": [6, 16, 24], "seqlen_k": [4, 8]},
@@ -108,7 +108,7 @@ def test_a_convex_sum_does_not_overflow() -> None:
 
 @pytest.mark.parametrize("value", [1e30, -1e30, 3e38])
 def test_partials_that_weigh_the_same_are_averaged(value: float) -> None:
-    """Also where the logarithm of their number is lost in that of their weight. By the reference too."""
+    """Partials with equal lse are averaged, also where log(n) is lost next to lse in float32; the reference does the same."""
     outs = [np.full((1, 1, 1, 2), x, np.float32) for x in (1, 2, 6)]
     lses = [np.full((1, 1, 1), value, np.float32)] * 3
     for out, lse in (rawattn.combine(outs, lses), reference.combine(outs, lses)):
@@ -126,7 +126,7 @@ def test_nan_of_a_partial_that_weighs_comes_out(where: str) -> None:
     if where == "lse":
         assert np.isnan(lse[0, 0, 0])
         for each in call.lses:
-            each[0, 0, 0] = np.nan  # in all of them
+            each[0, 0, 0] = np.nan  # in all partials
         out, lse = rawattn.combine(call.outs, call.lses)
         assert np.isnan(lse[0, 0, 0])
         assert np.isnan(out[0, 0, 0]).all()

@@ -1,4 +1,4 @@
-"""What every command shares: progress, tables that fit, outputs that may not be there."""
+"""What all commands share: progress, tables that fit, and output files that may be missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a terminal shows in the end."""
+    """Return the lines that a terminal shows at the end."""
     lines, column = [""], 0
     for mark in re.findall(r"\r|\n|\x1b\[K|.", written):
         if mark == "\n":
@@ -177,7 +177,7 @@ def test_a_table_breaks_words_of_text_before_it_becomes_paragraphs() -> None:
 
 def test_text_fits() -> None:
     line = "a line of some words and " + "x" * 30
-    assert table.wrap(line) == line  # into a file
+    assert table.wrap(line) == line  # as for output into a file
     assert table.wrap(f"short\n{line}", 20) == (
         "short\na line of some words\n  and xxxxxxxxxxxxxx\n  xxxxxxxxxxxxxxxx"
     )
@@ -186,7 +186,7 @@ def test_text_fits() -> None:
 def test_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert terminal.columns(io.StringIO()) is None
-    assert terminal.columns(Terminal()) == 80  # it does not tell
+    assert terminal.columns(Terminal()) == 80  # the fake terminal does not report its width
     monkeypatch.setenv("COLUMNS", "33")
     assert terminal.columns(io.StringIO()) == 33
     for nonsense in ("0", "-3", "many"):
@@ -225,7 +225,7 @@ def test_a_reader_that_goes_away_ends_the_command_without_a_word(argv: list[str]
 
 
 def test_a_reader_that_goes_away_is_no_error_of_a_file() -> None:
-    """What a command does about errors of its own files is not done about this one."""
+    """A reader that closes the pipe is not handled like an error of the command's own files."""
     code = """
 from rawattn._console.pipes import ends_quietly
 with ends_quietly():
@@ -271,13 +271,13 @@ def test_files_that_could_not_be_written_are_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # By its rights alone: whoever runs this as root may write everywhere.
+    # Patches os.access, since root may write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(PermissionError, match=r"--json .* cannot be written"):
         outputs.check("--json", tmp_path / "a.json")
 
 
-# Who imports whom
+# Imports between packages
 
 
 @pytest.mark.parametrize("package", ["_bench", "_console"])

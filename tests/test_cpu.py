@@ -1,4 +1,4 @@
-"""The CPU backend's forward: values for every tiling, NaN, memory, speed, the same bits."""
+"""The CPU backend's forward: values for every tiling, NaN, memory, speed, and reproducible bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.random_cases import random_case
 from tests.tolerance import check, check_lse
 from tests.verify import _by_row, expected, layout
 
-# More than one tile of keys, of rows, or of both.
+# Calls with several tiles of keys, of rows, or of both.
 LONG = [
     dense("tiles", 1, 600, 1100, headdim=40, causal=True),
     dense("tiles-gqa", 1, 300, 700, nheads_q=6, nheads_kv=2, headdim=16, dtype="float32"),
@@ -38,7 +38,7 @@ LONG = [
     ragged("tiles-ragged", (700, 0, 40), (30, 600, 900), headdim=32, causal=True),
     padded("tiles-padded", (30, 400), (700, 0), 500, 800, headdim=72, headdim_v=20),
 ]
-# Sequences that share a bundle with others of their lengths, wherever these lie.
+# Short sequences, which are computed in bundles of equal lengths, wherever they lie in memory.
 SHORT = [
     ragged("short", (5, 3, 5, 5, 3), (5, 3, 5, 5, 3), dtype="float32", causal=True),
     ragged(
@@ -68,7 +68,7 @@ FULL_SIZE = [case for case in curated() if case.name.startswith("long-")]
 def forward(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, with_lse: bool = True, **options: Any
 ) -> tuple[np.ndarray, Any]:
-    """out and lse, NaN where nothing was written."""
+    """Return out and lse. They hold NaN where nothing was written."""
     problem, bound = describe(q, k, v, **options)
     out_shape, lse_shape = result_shapes(problem)
     out = np.full(out_shape, np.nan, q.dtype)
@@ -82,7 +82,7 @@ def verify(case: Case) -> None:
     arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
     out, lse = forward(*arrays, **inputs.options, seqs=layout(inputs))
     exact, rows, by_row = expected(case), inputs.rows, _by_row(lse)
-    # One weight in a few is rounded like the sum of them all: relative to v, not to out.
+    # The rounding of a single probability gives an error relative to v, not to out, which shows if out has few elements.
     v = np.abs(np.nan_to_num(arrays[2].astype(np.float32))).max(initial=0)
     score = np.abs(exact.lse, where=np.isfinite(exact.lse), out=np.zeros_like(exact.lse))
     units = 8 + score.max(initial=0) if out.itemsize == 4 else 0
@@ -122,7 +122,7 @@ def test_more_random(seed: int) -> None:
 
 @st.composite
 def masks(draw: st.DrawFn) -> Case:
-    """Few rows and keys, any mask, any small group of heads."""
+    """Draw calls of few rows and keys, with any mask and any small GQA group."""
     end = st.none() | st.integers(0, 12)
     nheads_kv = draw(st.integers(1, 3))
     return dense(
@@ -146,7 +146,7 @@ def masks(draw: st.DrawFn) -> Case:
     "shape", exhaustive.thin([((256, 512),), ((3, 4),), ((4, 2),), ((1, 1),)], 2), ids=str
 )
 def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
-    """Tiles of a few rows and keys give every case edges that no tile of full size has."""
+    """Tiles of a few rows and keys give every case edges that full-size tiles do not have."""
     monkeypatch.setattr(tiles, "ROWS", shape[0])
     monkeypatch.setattr(tiles, "KEYS", shape[1])
 
@@ -205,7 +205,7 @@ def test_nan_stays_with_those_that_see_it(nkeys: int) -> None:
 
 
 def test_nan_stays_with_its_sequence() -> None:
-    """And with the rows of it that see it, where sequences are computed together."""
+    """NaN reaches only the rows of its sequence that see it, though sequences are computed together."""
     rng = np.random.default_rng(1)
     q, k, v = rng.standard_normal((3, 30, 6, 2, 8), np.float32)
     clean, clean_lse = forward(q, k, v, causal=True)
@@ -241,7 +241,7 @@ def test_rows_without_keys_are_written() -> None:
 
 
 def test_infinite_scores_hide_like_a_mask() -> None:
-    """A score of -inf is a key that is not seen, also in the tile that a row begins with."""
+    """A key with a score of -inf counts as hidden, also in a row's first tile."""
     q = np.ones((1, 2, 1, 1), np.float32)
     k = np.full((1, 600, 1, 1), -np.inf, np.float32)
     k[:, 550] = 1
@@ -270,7 +270,7 @@ def test_lse_is_optional() -> None:
 
 @pytest.mark.parametrize("case", [*LONG[:4], SHORT[1], SHORT[-1]], ids=str)
 def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any number of threads."""
+    """The same call gives the same bits with any number of threads."""
     monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
     inputs = materialise(case)
     arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
@@ -287,8 +287,10 @@ def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("headdim", [1, 32, 64, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("rows", [1, 5, 64, 65, 256])
 def test_products_stay_on_the_calling_thread(headdim: int, rows: int) -> None:
-    """OpenBLAS computes a product of matrices alone up to 2**18 multiplications, that of a matrix
-    and a vector up to 9216."""
+    """Matrix products are small enough for OpenBLAS to compute them on the calling thread.
+
+    The limits are 2**18 multiplications for a product of matrices, and 9216 for a matrix and a vector.
+    """
     problem, _ = describe(*np.zeros((3, 1, 1, 1, headdim), np.float32))
     for keys in (1, 33, 512):
         pieces = tiles.divide(problem, rows, keys)
@@ -309,7 +311,7 @@ def of_length(seqlen: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_memory_beyond_inputs_and_outputs(
     monkeypatch: pytest.MonkeyPatch, cores: int | None
 ) -> None:
-    """Naive NumPy takes 1 GiB for its scores here."""
+    """The backend allocates less than 64 MiB beside inputs and outputs; the scores of naive NumPy would take 1 GiB here."""
     if cores is not None:
         monkeypatch.setattr(threads, "available_threads", lambda: cores)
     q, k, v = of_length(4096)
@@ -325,7 +327,7 @@ def test_memory_beyond_inputs_and_outputs(
 
 
 def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """All scores at once, as one writes it first; one sequence, causal."""
+    """Causal attention of one sequence, with all scores at once."""
     seqlen, _, headdim = q.shape[1:]
     scores = q[0].swapaxes(0, 1) @ k[0].transpose(1, 2, 0) * np.float32(1 / math.sqrt(headdim))
     scores[:, ~np.tri(seqlen, dtype=bool)] = -np.inf
@@ -338,7 +340,7 @@ def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 def test_faster_than_naive_numpy() -> None:
-    """The best of three, alternating, since the machine may have other work."""
+    """The forward is faster than naive NumPy: best of three runs in turn, since other work may share the CPU."""
     q, k, v = of_length(2048)
 
     def seconds(function: Callable[[], Any]) -> float:
@@ -356,7 +358,7 @@ def test_faster_than_naive_numpy() -> None:
 
 
 def test_exact_where_one_key_is_seen() -> None:
-    """A probability of 1 must not cost precision."""
+    """Where a row sees one key, out is exactly v."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 300, 2, 32)).astype(np.float16) for _ in "qkv")
     out, lse = forward(q, k, v, window=(0, 0))

@@ -1,4 +1,4 @@
-"""The CPU backend's backward: values, padding, memory, the same bits on every run."""
+"""The CPU backend's backward: values, padding, memory, and reproducible bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.test_cpu import SHORT
 from tests.verify import layout
 
 CHEAP = [case for case in curated() if case.scores <= 300_000]
-# More than one tile of keys and of rows, where dq has a pass of its own.
+# Calls with several tiles of keys and of rows, for which dq takes a separate pass.
 LONG = [
     dense("two-passes", 1, 600, 1100, headdim=40, causal=True),
     dense("two-passes-gqa", 1, 300, 700, nheads_q=6, nheads_kv=2, headdim=16, dtype="float32"),
@@ -39,10 +39,10 @@ LONG = [
 
 
 def gradients(call: Backward) -> tuple[np.ndarray, ...]:
-    """dq, dk, dv in arrays that hold NaN where nothing is written, or in those of the call.
+    """Return dq, dk, dv, in the arrays of the call or in arrays that hold NaN where nothing was written.
 
-    `out` and `lse` are the backend's own: with scores of 100, those of another rounding cost
-    float32 more than all else.
+    `out` and `lse` come from the backend's own forward. With scores near 100, the rounding of another forward would be the
+    largest error in float32.
     """
     inputs = call.inputs
     q, k, v = (x.view() for x in (inputs.q, inputs.k, inputs.v))
@@ -73,7 +73,7 @@ def verify(case: Case) -> None:
         inside = replace(strided, buffer=np.zeros(buffer.shape, bool))
         inside.view()[rows] = True
         assert not np.any(touched & ~inside.buffer), "memory outside the logical rows changed"
-        strided.buffer[:] = buffer  # the call is cached
+        strided.buffer[:] = buffer  # restored, because the call is cached
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_more_random(seed: int) -> None:
 
 @st.composite
 def masks(draw: st.DrawFn) -> Case:
-    """Few rows and keys, any mask: every corner of what rows see and are seen by."""
+    """Draw calls of few rows and keys with any mask: every edge of what a row sees and of what sees a key."""
     end = st.none() | st.integers(0, 12)
     return dense(
         "mask",
@@ -120,7 +120,7 @@ def masks(draw: st.DrawFn) -> Case:
     "shape", exhaustive.thin([((4, 2),), ((3, 4),), ((256, 512),)], 2), ids=str
 )
 def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
-    """Tiles of a few rows and keys give every case edges that no tile of full size has."""
+    """Tiles of a few rows and keys give every case edges that full-size tiles do not have."""
     monkeypatch.setattr(tiles, "ROWS", shape[0])
     monkeypatch.setattr(tiles, "KEYS", shape[1])
     monkeypatch.setattr(backward_tiles, "KEYS", shape[1])
@@ -137,7 +137,7 @@ def test_masks_and_tiles(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 def call_of(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, **options: Any
 ) -> tuple[np.ndarray, ...]:
-    """Forward and backward on the CPU."""
+    """Run forward and backward on the CPU; return the gradients."""
     problem, bound = describe(q, k, v, **options)
     lengths = host_lengths(bound)
     out_shape, lse_shape = result_shapes(problem)
@@ -149,7 +149,7 @@ def call_of(
 
 
 def test_row_without_keys_gives_and_gets_exact_zeros() -> None:
-    """Whatever its dout holds."""
+    """A row without keys has dq 0 and adds nothing to dk and dv, whatever its dout holds."""
     q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 8, 2, 16), np.float32)
     dout[:, :5] = np.nan
     dq, dk, dv = call_of(q, k[:, :3], v[:, :3], dout, causal=True)
@@ -158,7 +158,7 @@ def test_row_without_keys_gives_and_gets_exact_zeros() -> None:
 
 
 def test_row_of_a_larger_softmax_without_keys() -> None:
-    """It sees keys here; its lse of -inf says that they count for nothing, nor does its dout."""
+    """A row whose lse is -inf contributes nothing, though it sees keys here and its dout is NaN."""
     rng = np.random.default_rng(3)
     q, k, v, dout, out = rng.standard_normal((5, 1, 9, 1, 8), np.float32)
     lse = np.full((1, 1, 9), 2, np.float32)
@@ -179,7 +179,7 @@ def test_row_of_a_larger_softmax_without_keys() -> None:
 
 @pytest.mark.parametrize("nkeys", [20, 600])
 def test_nan_stays_with_those_that_see_it(nkeys: int) -> None:
-    """NaN in a logical row is the caller's own, and reaches what sees it alone."""
+    """NaN in a logical row reaches only the gradients of rows and keys that see it."""
     rng = np.random.default_rng(1)
     q, k, v, dout = rng.standard_normal((4, 1, nkeys, 1, 8), np.float32)
     bad = nkeys - 7
@@ -199,7 +199,7 @@ def test_nan_stays_with_those_that_see_it(nkeys: int) -> None:
 
 
 def test_nan_stays_with_its_sequence() -> None:
-    """And with what of it sees it, where sequences are computed together."""
+    """NaN reaches only the gradients in its sequence that see it, though sequences are computed together."""
     rng = np.random.default_rng(1)
     q, k, v, dout = rng.standard_normal((4, 30, 6, 2, 8), np.float32)
     clean = call_of(q, k, v, dout, causal=True)
@@ -207,7 +207,7 @@ def test_nan_stays_with_its_sequence() -> None:
     gradients = call_of(q, k, v, dout, causal=True)
     for n, gradient in enumerate(gradients):
         same = np.ones(gradient.shape, bool)
-        # Rows from 4 on see the key: they have no probabilities, nor have the keys they see.
+        # Rows from 4 on see the key, so their probabilities are NaN, and so are the gradients of all keys that they see.
         same[9, 4 if n == 0 else 0 :, 0] = False
         same[7, 3 if n == 0 else 0 : 4, 1] = False
         np.testing.assert_allclose(gradient[same], clean[n][same], atol=1e-5)
@@ -215,7 +215,7 @@ def test_nan_stays_with_its_sequence() -> None:
 
 
 def test_keys_in_two_halves_add_up() -> None:
-    """With `out` and `lse` of the whole softmax, each half of the keys gives its part."""
+    """With `out` and `lse` of the whole softmax, the gradients over two halves of the keys add up to the whole."""
     rng = np.random.default_rng(2)
     q, k, v, dout = rng.standard_normal((4, 1, 300, 2, 16), np.float32)
     problem, bound = describe(q, k, v)
@@ -238,7 +238,7 @@ def test_keys_in_two_halves_add_up() -> None:
 
 @pytest.mark.parametrize("case", [*LONG[:3], SHORT[1], SHORT[-1]], ids=str)
 def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any number of threads."""
+    """The same call gives the same bits with any number of threads."""
     monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
     call = backward_of(case)
     first = [x.tobytes() for x in gradients(call)]
@@ -249,10 +249,10 @@ def test_same_call_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("seqlen", [2048, 8192])
 def test_memory_is_a_few_tiles(monkeypatch: pytest.MonkeyPatch, seqlen: int) -> None:
-    """For one thread: whatever the length."""
+    """One thread needs the memory of a few tiles, whatever the sequence length."""
     monkeypatch.setattr(threads, "available_threads", lambda: 1)
     shape = (1, seqlen, 1, 64)
-    # The gradients are zero: what is measured is memory.
+    # The gradients are zero; only memory is measured.
     q = k = v = dout = out = np.zeros(shape, np.float16)
     problem, bound = describe(q, k, v, window=(64, 0))
     into = [np.empty_like(q) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Calls of the CPU backend that are like earlier ones: described once, checked as if they were the first."""
+"""Repeated calls of the CPU backend: their form is described once, but every call is checked as if it were the first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_like_call_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_lengths_of_each_call_count(bias: bool) -> None:
-    """Also where their form, and their largest, are those of an earlier call."""
+    """The lengths of each call count, also if an earlier call had the same form and the same largest length."""
     q, k, v = arrays(12, 2, 8)
     options = {"bias": np.arange(36, dtype=np.float32).reshape(6, 6)} if bias else {}
     for starts in ([0, 5, 9, 12], [0, 3, 8, 12], [1, 6, 8, 9], [0, 6, 9, 12]):
@@ -114,7 +114,7 @@ def test_gradients_of_like_calls() -> None:
 
 
 def test_numpys_own_arrays_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left to `import_array` are arrays that it changes or refuses."""
+    """NumPy arrays reach `import_array` only if it has to change or refuse them."""
     imported: list[str] = []
     importing = dispatch.arrays.import_array
 

@@ -1,4 +1,4 @@
-"""The CPU backend with options of scores, alone and together, in tiles of any size, against the reference."""
+"""The CPU backend with score options, alone and together, in tiles of any size, against the reference."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ ALL = [tuple(OPTIONS)]
 
 
 def of_forms(forms: list[Form], marks: Any = ()) -> list[Any]:
-    """Every option alone and all of them in each form; each pair in one, in turns.
+    """Pair each form with every option alone and with all options; each pair of options gets one form, in turn.
 
-    marks: of the pairs, and of an option alone in three forms of four.
+    marks: marks of the pairs, and of a single option in three of four forms.
     """
 
     def marked(form: int, alone: int) -> Any:
@@ -91,18 +91,18 @@ def test_backward_of_tiles(form: Form, names: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of a dozen rows and keys have several tiles of each."""
+    """Makes tiles so small that sequences of a dozen rows and keys have several in each direction."""
     monkeypatch.setattr(tiles, "ROWS", 8)
     monkeypatch.setattr(tiles, "KEYS", 4)
     monkeypatch.setattr(backward_tiles, "KEYS", 4)
 
 
-# Which axes of (batch, heads, rows, keys) a bias or mask has; of heads those of keys or of queries.
+# The axes of (batch, heads, rows, keys) that a bias or mask has; its heads are one, those of keys, or those of queries.
 PATTERNS = list(itertools.product((False, True), ("one", "keys", "queries"), *[(False, True)] * 2))
 
 
 def narrowed(array: np.ndarray, form: Form, pattern: tuple[Any, ...]) -> np.ndarray:
-    """An array (batch, nheads_q, rows, keys) without the axes that the pattern lacks, or with 1."""
+    """Cut an array (batch, nheads_q, rows, keys) down to the axes of the pattern; the others are dropped or have size 1."""
     batch, heads, rows, keys = pattern
     nheads = {"one": 1, "keys": form.nheads_kv, "queries": form.nheads_q}[heads]
     array = array[:, :nheads]
@@ -143,7 +143,7 @@ def test_small_tiles(small_tiles: None, form: Form, names: tuple[str, ...]) -> N
 
 
 def test_options_of_any_strides() -> None:
-    """Any strides, and axes of stride 0."""
+    """An option's array may have any strides, including axes of stride 0."""
     form = Form("dense", (11, 11, 11), (13, 13, 13))
     bias = bias_of(form)
     turned = np.ascontiguousarray(bias.transpose(3, 1, 0, 2)).transpose(2, 1, 3, 0)
@@ -156,7 +156,7 @@ def test_options_of_any_strides() -> None:
 
 
 def test_dead_tiles_before_live_ones() -> None:
-    """Nothing of the keys that a row's first tiles hide is left when it sees one."""
+    """A row that sees its first key after several hidden tiles keeps nothing of the hidden keys."""
     q, k, v = np.random.default_rng(2).standard_normal((3, 1, 1300, 1, 16), np.float32)
     mask = np.zeros((1300, 1300), bool)
     mask[:, 1200:] = True
@@ -175,7 +175,7 @@ def test_same_bits_with_any_number_of_threads(
 ) -> None:
     monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
     options = options_of(form, tuple(OPTIONS))
-    options["bias"] = options["bias"][0, 0]  # summed over sequences and heads
+    options["bias"] = options["bias"][0, 0]  # so that dbias is a sum over sequences and heads
 
     def bits() -> list[bytes]:
         found, _ = gradients_of(form, options)

@@ -1,4 +1,4 @@
-"""What the CPU backend promises of options of scores beside their values: hidden NaN, empty rows, seeds, memory."""
+"""Promises of the CPU backend for score options beside their values: hidden NaN, empty rows, seeds, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cpu_score_calls import OPTIONS, SMALL, Form, gradients_of, options_of
 @pytest.mark.parametrize("nkeys", [12, 700])
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "score_mod"])
 def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
-    """In its key and its value, whatever hides it; other heads see them."""
+    """NaN in a hidden key and its value does not reach the head that hides it, whatever hides it; other heads see it."""
     rng = np.random.default_rng(1)
     q, k, v, dout = rng.standard_normal((4, 2, nkeys, 2, 8), np.float32)
     bad = 5
@@ -51,7 +51,7 @@ def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
     np.testing.assert_array_equal(by_row[~seen], clean_lse.swapaxes(1, 2)[~seen])
     assert np.isnan(found.dq[seen]).all()
     np.testing.assert_allclose(found.dq[~seen], clean_gradients.dq[~seen], atol=1e-5)
-    # Every key of head 1 of the second sequence is seen by rows that see the NaN.
+    # Rows of head 1 of the second sequence see the NaN, and every key there is seen by such rows, so only head 0 is compared.
     for name in ("dk", "dv"):
         got, expected = getattr(found, name), getattr(clean_gradients, name)
         np.testing.assert_allclose(got[0], expected[0], atol=1e-5)
@@ -71,7 +71,7 @@ def test_nan_in_a_hidden_key_stays_away(nkeys: int, hidden_by: str) -> None:
 def test_a_bias_of_minus_infinity_hides_whatever_the_score_is(
     options: dict[str, Any], value: float, nkeys: int
 ) -> None:
-    """Results and every gradient are those of a key and value of zeros, on the CPU and by the reference."""
+    """Results and gradients are those of zeros in the hidden key and value, on the CPU and in the reference."""
     rng = np.random.default_rng(3)
     q, k, v, dout = rng.standard_normal((4, 1, nkeys, 2, 8), np.float32)
     bias = rng.standard_normal((2, nkeys, nkeys), np.float32)
@@ -98,7 +98,7 @@ def test_a_bias_of_minus_infinity_hides_whatever_the_score_is(
 
 @pytest.mark.parametrize("seqlen", [12, 700])
 def test_rows_without_keys(seqlen: int) -> None:
-    """Emptied by -inf or a mask: 0, lse -inf or the sink, gradients 0 whatever dout holds."""
+    """Rows emptied by -inf or a mask have out 0, lse -inf or the sink, and gradients 0, whatever dout holds."""
     rng = np.random.default_rng(1)
     q, k, v, dout = rng.standard_normal((4, 1, seqlen, 2, 8), np.float32)
     bias = np.zeros((seqlen, seqlen), np.float32)
@@ -124,7 +124,10 @@ def test_rows_without_keys(seqlen: int) -> None:
 
 @pytest.mark.parametrize("seqlen", [12, 700])
 def test_rows_without_keys_give_sinks_nothing(seqlen: int) -> None:
-    """Whatever dout and dlse hold there; and a sink of -inf gets 0, whatever any row holds. By the reference too."""
+    """Rows without keys add nothing to dsink_logits, whatever dout and dlse hold there.
+
+    A sink of -inf gets gradient 0, whatever any row holds. The reference does the same.
+    """
     rng = np.random.default_rng(4)
     q, k, v, dout = rng.standard_normal((4, 1, seqlen, 2, 8), np.float32)
     dlse = rng.standard_normal((1, 2, seqlen), np.float32)
@@ -143,7 +146,7 @@ def test_rows_without_keys_give_sinks_nothing(seqlen: int) -> None:
             found.append(gradients.dsink_logits)
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-4)
-    dout[0, 1, 0] = np.nan  # of a row that sees keys
+    dout[0, 1, 0] = np.nan  # in a row that sees keys
     for forward, backward, where in (cpu, oracle):
         out, lse = forward(q, k, v, **options, **where, return_lse=True)
         gradients = backward(dout, q, k, v, out, lse, **options, **where)
@@ -209,7 +212,7 @@ def test_seed_on_the_host_or_in_an_array() -> None:
 
 @pytest.mark.parametrize("option", exhaustive.thin(OPTIONS, 10))
 def test_memory_is_a_few_tiles(option: str) -> None:
-    """Whatever the lengths; all scores would take 64 MiB for each head."""
+    """A thread needs the memory of a few tiles, whatever the lengths; the scores of a head would take 64 MiB."""
     form = Form("dense", (4096,), (4096,), nheads_q=2, nheads_kv=2, headdim=8, headdim_v=8)
     options = (
         options_of(form, ())

@@ -1,7 +1,7 @@
-"""The CPU backend on small work: within a small factor of naive NumPy, on no more threads than pay.
+"""The CPU backend on small work: within a small factor of naive NumPy, and on no more threads than pay off.
 
-Times are those of the CPU, not of the clock, ours and NumPy's in turn: other work on the machine
-counts for little. Each bound leaves room above the ratio measured on two cores, which is beside it.
+Times are CPU time, and the two sides take turns, so that other work on the machine matters little. A comment beside each bound
+gives the ratio measured on two cores, which is well below the bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NHEADS, HEADDIM = 8, 64
 
 
 class Call:
-    """Packed sequences in float32, and what a call on them writes."""
+    """A call on packed float32 sequences, and the arrays that it writes."""
 
     def __init__(self, lens_q: list[int], lens_k: list[int] | None = None, **options: Any) -> None:
         lens_k = lens_q if lens_k is None else lens_k
@@ -92,7 +92,7 @@ def naive_probabilities(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def ratio(ours: Callable[[], Any], naive: Callable[[], Any], repeats: int, calls: int = 1) -> float:
-    """How many times as long as `naive` we take: the least of a few medians, as other processes share the caches."""
+    """Return our time divided by the time of `naive`: the least of four medians, as other processes share the caches."""
     return min(_ratio(ours, naive, repeats, calls) for _ in range(4))
 
 
@@ -158,7 +158,7 @@ def test_backward_of_one_query_and_one_key() -> None:
 
 
 def test_one_query_and_many_keys() -> None:
-    """Naive NumPy's products use the BLAS's threads here."""
+    """One query is within a small factor of naive NumPy, whose products use the BLAS's threads here."""
     call = Call([1], [1000])
     call.forward()
     np.testing.assert_allclose(call.out, call.naive(), atol=1e-6)
@@ -168,7 +168,7 @@ def test_one_query_and_many_keys() -> None:
 
 @pytest.mark.parametrize("count", exhaustive.thin([1000, 16000], 2))
 def test_memory_of_short_sequences_is_a_few_tiles(count: int) -> None:
-    """Beyond a few hundred bytes a sequence, that say where it is."""
+    """Memory is a few tiles a thread, plus a few hundred bytes a sequence for its place."""
     call = Call([5] * count, causal=True)
     call.forward()
     for compute in (call.forward, call.backward):
@@ -186,8 +186,10 @@ def test_memory_of_short_sequences_is_a_few_tiles(count: int) -> None:
 def test_products_of_bundles_stay_on_the_calling_thread(
     headdims: tuple[int, int], heads: tuple[int, int]
 ) -> None:
-    """OpenBLAS computes a product of matrices alone up to 2**18 multiplications, that of a matrix
-    and a vector up to 9216."""
+    """Products of bundles are small enough for OpenBLAS to compute them on the calling thread.
+
+    The limits are 2**18 multiplications for a product of matrices, and 9216 for a matrix and a vector.
+    """
     q, k, v = (
         np.zeros((1, 1, n, d), np.float32)
         for n, d in zip((heads[0], *heads[1:] * 2), (headdims[0], *headdims), strict=True)
@@ -201,7 +203,7 @@ def test_products_of_bundles_stay_on_the_calling_thread(
             bundled += 1
             rows = heads[0] // heads[1] * len_q
             for headdim in headdims:
-                # Scores, or their gradients, are made of, or multiply, matrices of this width.
+                # Every product has these three sizes, in some order.
                 sides = (rows, len_k, headdim)
                 assert np.prod(sides) <= (9216 if 1 in sides else 1 << 18)
     assert bundled >= 9
@@ -210,7 +212,7 @@ def test_products_of_bundles_stay_on_the_calling_thread(
 def test_threads_are_chosen_by_the_work() -> None:
     enough = WORK_OF_A_THREAD
     assert threads_for([], 8) == 1
-    assert threads_for([enough * 100], 8) == 1  # a task is not shared
+    assert threads_for([enough * 100], 8) == 1  # one task runs on one thread
     assert threads_for([enough // 1000] * 500, 8) == 1
     assert threads_for([enough // 2] * 3, 8) == 1
     assert threads_for([enough // 2] * 4, 8) == 2
@@ -222,7 +224,7 @@ def test_threads_are_chosen_by_the_work() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The threads that calls have started."""
+    """Collects the threads that calls start."""
     threads: list[threading.Thread] = []
 
     class Counted(threading.Thread):
@@ -236,7 +238,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """In which the variable is read anew."""
+    """Makes RAWATTN_NUM_THREADS be read again."""
     available_threads.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
@@ -256,13 +258,13 @@ def test_small_work_starts_no_thread(
 def test_number_of_threads_is_honoured(
     environment: pytest.MonkeyPatch, started: list[threading.Thread]
 ) -> None:
-    """And read once."""
+    """The environment variable sets the number of threads and is read only once."""
     environment.setenv("RAWATTN_NUM_THREADS", "3")
     call = Call([1024])
     for _ in range(2):
         started.clear()
         call.forward()
-        assert len(started) == 2  # and the calling one
+        assert len(started) == 2  # besides the calling thread
         started.clear()
         call.backward()
         assert len(started) == 2
@@ -297,7 +299,7 @@ def test_default_is_the_cpus_of_the_process(
         environment.setenv("RAWATTN_NUM_THREADS", given)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     assert available_threads() == len(usable)
-    # As on systems that know no affinity, and on Python 3.13.
+    # As on systems without CPU affinity, and on Python 3.13.
     for known, expected in (
         ({"cpu_count": lambda: None}, 1),
         ({"process_cpu_count": lambda: 7}, 7),
@@ -317,7 +319,7 @@ def test_each_task_runs_once(monkeypatch: pytest.MonkeyPatch, threads: int) -> N
 
 @pytest.mark.parametrize("where", ["calling thread", "helper"])
 def test_error_of_a_task_ends_the_call(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """It is the caller's, and no thread is left."""
+    """A task's exception is raised in the caller, and no thread is left running."""
     monkeypatch.setattr(cpu_threads, "available_threads", lambda: 3)
     caller, alive = threading.current_thread(), threading.active_count()
     done: list[int] = []

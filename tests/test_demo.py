@@ -1,4 +1,4 @@
-"""`rawattn demo`: the model that it finds, documents of a file, pairs, lines that fit; no framework is imported."""
+"""`rawattn demo`: finding the model, documents from a file, nearest pairs, and lines that fit. No framework is imported."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_command_in_half_precision(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_pairs_of_a_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "text"
-    # A byte order mark, both line ends, empty lines, a control character, one twice.
+    # A byte order mark, both line endings, empty lines, a control character, and a duplicate.
     path.write_bytes(b"\xef\xbb\xbfthe cat\r\n\r\n  \nthe dog sleeps.\nthe \x1b[2Jcat\n\nthe cat\n")
     assert run("--model", folder, "--text", path, "--backend", "cpu", "--pairs", 1) == 0
     out = capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_single_document(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.fixture
 def no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The model's package is not installed; returns a cache directory that is empty."""
+    """Hide the model's package; return an empty cache directory."""
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == embed.PACKAGE else real(name)
@@ -138,7 +138,7 @@ def test_lines_fit_the_terminal(
 @pytest.mark.parametrize("n", [0, 1, 2, 5, 1025, 2050])
 def test_nearest_pairs_are_those_of_the_whole_matrix(n: int) -> None:
     rng = np.random.default_rng(n)
-    # Small integers: products are exact, so both ways of computing them agree to the bit.
+    # With small integers all products are exact, so both computations agree bit for bit.
     vectors = rng.integers(-50, 50, (n, 6)).astype(np.float32)
     i, j = np.triu_indices(n, 1)
     values = (vectors @ vectors.T)[i, j]
@@ -149,7 +149,7 @@ def test_nearest_pairs_are_those_of_the_whole_matrix(n: int) -> None:
 
 
 def test_no_framework_is_imported(folder: Path) -> None:
-    """Nor the model package, whose dependency is PyTorch."""
+    """The demo imports no framework, nor the model package, which depends on PyTorch."""
     program = (
         "import sys\n"
         f"for name in ('torch', 'transformers', 'sentence_transformers', {embed.PACKAGE!r}):\n"

@@ -1,4 +1,4 @@
-"""`rawattn demo`: what is refused of models, texts and options, and what is missing."""
+"""`rawattn demo`: refused models, texts and options, and missing packages."""
 
 from __future__ import annotations
 

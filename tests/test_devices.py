@@ -1,4 +1,4 @@
-"""Whether a GPU is used: what is silent, what is warned of, and what the cure is."""
+"""Whether a GPU is used: when that is silent, when it warns, and which remedy the message names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _forget() -> None:
 
 
 class Runtime(types.SimpleNamespace):
-    """cupy.cuda.runtime: `fails` is raised when the devices are counted."""
+    """A fake of cupy.cuda.runtime. `fails` is raised when the devices are counted."""
 
     count = 0
     driver: Any = 13000
@@ -63,7 +63,7 @@ class CudaError(RuntimeError):
 
 
 class Importing:
-    """A finder under which `import cupy` raises."""
+    """A module finder under which `import cupy` raises."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -121,7 +121,7 @@ def test_absence_is_silent(
     runtime: Runtime, fails: Exception | None, driver: int, says: str
 ) -> None:
     runtime.fails, runtime.driver = fails, driver
-    assert devices.gpu_available() is False  # a warning would be an error
+    assert devices.gpu_available() is False  # a warning would be an error here
     assert says in str(devices.why_no_gpu())
 
 

@@ -1,8 +1,8 @@
-"""What the documentation shows runs: the Python of its pages, the examples in docstrings, and the site itself.
+"""The documentation's code runs: Python blocks of its pages, examples in docstrings, and the site itself.
 
-Blocks of README.md and of the pages in STANDALONE are run one by one, those of other pages in their order. What
-needs a GPU is left out where there is none: blocks that import CuPy, and those behind the mark <!-- gpu -->.
-docs/frameworks.md is run by tests/test_torch.py and tests/test_jax.py.
+Blocks of README.md and of the pages in STANDALONE run one by one, those of other pages in order in one namespace. Code that
+needs a GPU is left out where there is none: blocks that import CuPy, and blocks marked <!-- gpu -->. tests/test_torch.py and
+tests/test_jax.py run docs/frameworks.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
     @property
     def libraries(self) -> set[str]:
-        """Those that it cannot do without; one that it tries to import it can."""
+        """The libraries that the block needs. An import inside `try` does not count."""
         return {name for name in LIBRARIES if re.search(rf"^import {name}\b", self.code, re.M)}
 
 
@@ -71,7 +71,7 @@ def marks(chosen: list[Block]) -> list[pytest.MarkDecorator]:
 
 
 def units() -> list[Any]:
-    """What runs in one namespace: a block, or a page, whose blocks for the GPU make another run of it."""
+    """The units that run in one namespace: a block, or a page. A page with GPU blocks also runs without them."""
     found: dict[str, list[Block]] = {}
     for page in STANDALONE:
         for n, block in enumerate(blocks(page)):
@@ -103,7 +103,7 @@ def test_the_front_shows_every_library(page: str) -> None:
 
 
 def documented() -> list[str]:
-    """The modules whose docstrings have examples, but those of frameworks, which test their own."""
+    """The modules whose docstrings have examples, without those of frameworks, which have their own tests."""
     package = Path(rawattn.__file__).parent
     found = []
     for path in sorted(package.rglob("*.py")):
@@ -125,7 +125,7 @@ def test_docstrings(name: str) -> None:
 
 
 def hook(name: str) -> Any:
-    """A module of docs/, which is no package."""
+    """Load a module of docs/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -160,7 +160,7 @@ def test_remarks_behind_the_items_of_a_section_have_a_heading() -> None:
     assert with_remarks(f"{items.strip()}{rest}") == f"{items.strip()}{rest}"
 
 
-@pytest.mark.filterwarnings("ignore")  # of MkDocs and its plugins, which are not ours to mend
+@pytest.mark.filterwarnings("ignore")  # warnings of MkDocs and its plugins
 def test_the_site_documents_every_public_name(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='pip install -e ".[docs]"')
     pytest.importorskip("mkdocstrings", reason='pip install -e ".[docs]"')
@@ -188,7 +188,7 @@ def test_the_site_documents_every_public_name(tmp_path: Path) -> None:
     assert "unknown" not in (tmp_path / "reference/rawattn.html").read_text("utf-8")
 
 
-# Folders that the architecture names as a whole: their modules are what they are called.
+# Folders that docs/architecture.md names as a whole, because their modules' names say what they are.
 WHOLE = (
     *("rawattn/_bench", "rawattn/_cli", "rawattn/_console", "rawattn/_jax", "rawattn/_torch"),
     *("kernels_cu/ptx", "kernels_cu/tile"),

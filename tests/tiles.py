@@ -48,8 +48,7 @@ def tile_shapes() -> list[TileShape]:
 
 
 def backward_tile_shapes() -> list[TileShape]:
-    """The same for the backward: the tile shapes of its main kernel, together with those of the kernel that computes only dq.
-    """
+    """The same for the backward: tile shapes of its main kernel, together with those of the kernel of dq alone."""
 
     def tile(problem: Problem, limit: int) -> str:
         target = Target("sm_80", limit)

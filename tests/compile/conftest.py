@@ -1,4 +1,4 @@
-"""What every test of the compiler has: a cache and device sources of its own."""
+"""Fixtures of the compiler's tests: a cache and device sources of their own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of device sources of our own, with the one header of SOURCE."""
+    """A folder of device sources with only the header of SOURCE."""
     root = tmp_path / "kernels_cu"
     write(root, "tile/scale.cuh", SCALE)
     monkeypatch.setattr(compiler, "kernels_dir", lambda: root)
@@ -36,7 +36,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The text of everything that NVRTC compiled."""
+    """Collects the text of everything that NVRTC compiles."""
     texts: list[str] = []
     run_nvrtc = compiler._run_nvrtc
 

@@ -1,4 +1,4 @@
-"""From source to cubin: what NVRTC is given, what is remembered of its result, and the key of both."""
+"""From source to cubin: the input of NVRTC, what is cached of its result, and the cache key."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_elf_is_whole() -> None:
     assert len(image) == max(
         segments + segment_size * nsegments, sections + section_size * nsections
     )
-    assert compiler._whole_elf(image) == image  # as from a CuPy that drops nothing
+    assert compiler._whole_elf(image) == image  # as from a CuPy that cuts off nothing
     assert compiler._whole_elf(image[:-1]) == image
 
 

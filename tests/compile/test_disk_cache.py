@@ -1,4 +1,4 @@
-"""Cubins on disk: what is found again, by whom, and what is built anew."""
+"""Cubins on disk: which are found again, by which process, and which are built anew."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(cubin.path, "libnvrtc" in Path("/proc/self/maps").read_text())
 
 
 def in_another_process(kernels: Path, text: str = TEXT) -> tuple[str, bool]:
-    """Where the cubin is, and whether NVRTC was loaded for it."""
+    """Compile in another process; return the cubin's path and whether NVRTC was loaded."""
     script = IN_ANOTHER_PROCESS.format(kernels=str(kernels), text=text)
     environment = {**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[2])}
     command = [sys.executable, "-c", script]
@@ -57,7 +57,7 @@ def test_hit_does_not_load_the_compiler(cache: Path, kernels: Path) -> None:
     assert in_another_process(kernels) == (first[0], False)
     (note,) = cache.glob("compiler-*.json")
     kept = note.read_text()
-    # What is damaged, or of a library that changed since, is looked up anew.
+    # A damaged note, or one about a library file that has changed, is replaced by a new look at the library.
     for wrong in ("{", kept.replace('"file": [', '"file": [1')):
         note.write_text(wrong)
         assert in_another_process(kernels) == first
@@ -69,7 +69,7 @@ def test_another_compiler_is_noticed_when_it_compiles(cache: Path, kernels: Path
     (note,) = cache.glob("compiler-*.json")
     version = json.loads(note.read_text())["version"]
     note.write_text(note.read_text().replace(f'"{version}"', '"1.2"'))
-    # As if the kernel in the cache were of this older compiler.
+    # Makes the cached kernel one of an older compiler.
     other = f"// another\n{TEXT}"
     compiled, loaded = in_another_process(kernels, other)
     assert loaded
@@ -162,7 +162,7 @@ def test_unwritable_directory_keeps_kernels_in_memory(cache: Path, compiled: lis
     with pytest.warns(RuntimeWarning, match="RAWATTN_CACHE_DIR") as record:
         cubin = compile_source(SOURCE, "sm_80")
     assert len(record) == 1
-    compile_source(SOURCE, "sm_86")  # a second warning would be an error
+    compile_source(SOURCE, "sm_86")  # a second warning would be an error here
     assert cubin.path is None
     assert cubin.meta["registers"] > 0
     assert compile_source(SOURCE, "sm_80") == cubin == compiler.find(SOURCE, "sm_80")

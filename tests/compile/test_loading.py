@@ -68,7 +68,7 @@ def test_loaded_kernel_runs(source: str, cache: Path) -> None:
             function = kernel.load(SOURCE, 0)
     else:
         function = kernel.load(SOURCE, 0)
-        _cache.clear()  # a loaded kernel needs its file no more
+        _cache.clear()  # a loaded kernel no longer needs its file
     with cupy.cuda.Device(0):
         x = cupy.full(1, 21.0, np.float32)
         arguments = kernel.Arguments([struct.pack("<Q", x.data.ptr)])

@@ -1,4 +1,4 @@
-"""What a person is told about a kernel that does not compile, or takes long."""
+"""What users are told about a kernel that does not compile or takes long."""
 
 from __future__ import annotations
 
