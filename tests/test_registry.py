@@ -33,11 +33,11 @@ from tests.problems import CALL_OF_MANY, H200
         (16, 8192, 1, (64, 8), "float16", "sm90"),
         (16, 128, 1, (64, 8), "float32", "decode"),
         (64, 128, 1, (64, 8), "float32", "portable"),
-        # The forward has all heads that share keys in one tile.
+        # The forward has all query heads of a kv head in one tile.
         (1, 4096, 32, (32, 1), "float16", "sm90"),
         (2, 4096, 32, (71, 1), "float16", "sm90"),
         (2, 128, 32, (71, 1), "float16", "sm90"),
-        # Where sequences fill the machine, heads of one query are rows of one head.
+        # Where the sequences fill the GPU, the forward takes the heads of a GQA group as rows of one head.
         (1, 4096, 98, (71, 1), "float16", "sm90"),
         (1, 4096, 99, (71, 1), "float16", "sm90"),
         (1, 4096, 50, (142, 2), "float16", "sm90"),
@@ -91,7 +91,7 @@ def test_many_heads_of_few_columns(
 def test_few_rows_under_a_mask(
     rows: int, keys: int, batch: int, heads: tuple[int, int], family: str
 ) -> None:
-    """The forward would have lists to make first, so more of them are decoded than without."""
+    """More calls are decoded under a mask than without, because the forward would first have to make lists of tiles."""
     shapes = (batch, rows, heads[0], 128), (batch, keys, heads[1], 128)
     q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
     problem, _ = describe(q, k, k, causal=True)
@@ -105,7 +105,7 @@ def test_few_rows_under_a_mask(
 
 @pytest.mark.parametrize(("keys", "family"), [(191, "sm90"), (192, "decode")])
 def test_few_rows_under_a_mask_of_keys(keys: int, family: str) -> None:
-    """Of which decoding needs bits: few keys are the forward's."""
+    """Decoding needs the mask packed into bits, so the forward takes calls with a mask of few keys."""
     problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_k=keys, max_seqlen_k=keys)
     problem = replace(problem, headdim=64, headdim_v=64)
     shape = 1, 1, 1, keys
@@ -127,7 +127,7 @@ def test_few_rows_under_a_mask_of_keys(keys: int, family: str) -> None:
 def test_few_rows_whose_scores_change(
     rows: int, keys: int, batch: int, heads: tuple[int, int], headdim: int, family: str, name: str
 ) -> None:
-    """That takes the forward longer, whose tiles have more rows."""
+    """More calls are decoded if options change scores: that costs the forward more, since its tiles have more rows."""
     shapes = (batch, rows, heads[0], headdim), (batch, keys, heads[1], headdim)
     q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
     problem, _ = describe(q, k, k, causal=True)
@@ -144,7 +144,7 @@ def test_few_rows_whose_scores_change(
 def family_of(
     batch: int, rows: int, keys: int, page_size: int, num_pages: int = 4096, **changed: Any
 ) -> str:
-    """Of a call on pages."""
+    """The family of kernels that a call on pages takes."""
     pages = PageForm(page_size, num_pages, -(-keys // page_size), False, "int32")
     fields: dict[str, Any] = {
         **{"dtype": "bfloat16", "batch": batch, "nheads_q": 32, "nheads_kv": 8, "headdim": 128},
@@ -164,14 +164,14 @@ def test_which_kernels_read_pages() -> None:
     assert family_of(8, 512, 8192, 16) == "sm90"
     assert family_of(8, 512, 8192, 1000) == "sm90"
     assert family_of(8, 512, 8192, 16, dtype="float32") == "portable"
-    # A box would end within a page: rows are copied.
+    # No TMA box divides these pages: the forward copies their rows.
     assert family_of(8, 512, 8192, 12) == "sm90"
     assert family_of(8, 512, 8192, 1) == "sm90"
-    # They begin at numbers of 32 bits, of 16 bytes.
+    # Offsets of copied rows have 32 bits, in units of 16 bytes.
     assert family_of(8, 512, 8192, 1, num_pages=2**25) == "sm90"
     assert family_of(8, 512, 8192, 1, num_pages=2**26) == "portable"
     assert family_of(8, 512, 8192, 16, num_pages=2**26) == "sm90"
-    # Tiles that leave most of the GPU idle: of many keys they are shared out.
+    # These tiles leave most of the GPU idle. With many keys they are split among blocks.
     assert family_of(1, 256, 32768, 16) == "sm90"
     assert family_of(1, 64, 32768, 16) == "sm90"
     assert family_of(1, 64, 1000, 16) == "sm90"

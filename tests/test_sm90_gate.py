@@ -28,7 +28,8 @@ from tests import exhaustive
 
 
 def usual_variants() -> Iterator[compiler.Source]:
-    """But for all options at once, which no table is for: what they keep in registers is more than there are."""
+    """All variants but those with dropout and a bias together, which no tile table is for: they need more registers than there
+    are."""
     every = common_variants(sm90_forward.ARCH, every=True)
     own = (source for source in every if source.entry == sm90_forward_config.ENTRY)
     return (
@@ -37,7 +38,7 @@ def usual_variants() -> Iterator[compiler.Source]:
 
 
 def variants_of_scores() -> Iterator[compiler.Source]:
-    """Of the tables for what joins scores, and for few tiles: each row in what it is chosen for."""
+    """Variants of the tile tables for options of scores, for few tiles and for pages: each row in calls that choose it."""
     lengths = {"ragged": True, "group": True}
     limited = {"window_left": 50, **lengths}
     slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
@@ -49,7 +50,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     uses: dict[str, tuple[dict[str, Any], ...]] = {
         "any": (of_keys, {**of_keys, "window_right": None}),
         "left": ({**of_keys, "window_left": 50},),
-        # Not beside a window, whose limits of a row take 24 bytes more than there are registers.
+        # Not with a window: the limits that it keeps for each row would spill 24 bytes.
         "bias": (bias_of(128), {**bias_of(128), **lengths}, bias_of(1)),
         "dropout": ({"dropout_p": 0.1}, {"dropout_p": 0.1, **limited}),
         "held": (bias_of(128, "float32"), {**bias_of(128, "float32"), **limited}),
@@ -71,7 +72,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
     }
     for table, calls in uses.items():
         for row, call in itertools.product(tile_tables.table(sm90_forward.TILES, table), calls):
-            # A window's limits have no registers there.
+            # At head dim 256 these tables leave no registers for the limits of a window.
             windows = ("paged", "paged_rows", "left")
             if table in windows and row.headdim == 256 and "window_left" in call:
                 continue
@@ -108,7 +109,7 @@ def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
             )
         target = without_device(sm90_forward.ARCH)
         config = sm90_forward.choose(problem, target, operands)
-    # TMA brings 16 bits.
+    # TMA fetches a bias only if its elements have 16 bits.
     assert (config.bias_stages > 0) == (problem.bias is not None and size == 2)
     return config.source()
 
@@ -128,8 +129,9 @@ CALL: dict[str, Any] = {
     **{"rows_q": 128, "rows_k": 128, "max_seqlen_q": 128, "max_seqlen_k": 128, "ragged": False},
     **{"window_left": None, "window_right": 0, "sink": 0, "top_left": False, "scale": 1.0},
 }
-# Bytes of a thread. Who finds the next tile has few registers, and finds one while another is worked on, of which it learns
-# the end later where a mask of keys is read; of who waits for products the disassembly tells.
+# The most bytes that a thread may spill. The producer may spill: it has few registers, and it finds the next tile while the
+# consumers work on another. With a mask of keys it learns later where a tile ends, and may spill more. That consumers do not
+# spill is checked in the disassembly.
 PRODUCER_SPILLS, MASKED_PRODUCER_SPILLS = 128, 256
 USUAL = [source for source in usual_variants() if not SCORED.intersection(source.summary.split())]
 VARIANTS = list(dict.fromkeys((*usual_variants(), *variants_of_scores())))
@@ -137,7 +139,7 @@ OTHERS = [source for source in VARIANTS if source not in USUAL]
 
 
 def words(source: compiler.Source) -> Iterable[Hashable]:
-    """Those of the summary that are no numbers."""
+    """The words of the summary that have no number."""
     _, _, constants = source.summary.partition(" D=")
     return (word for word in constants.split()[2:] if "=" not in word)
 
@@ -158,8 +160,8 @@ each_variant = pytest.mark.parametrize(
 
 @each_variant
 def test_machine_code(source: compiler.Source) -> None:
-    """Few spills, no serialised products, and exponentials in one stretch: behind the wait for P V, which holds the
-    registers that they are converted into."""
+    """The machine code spills little and serialises no wgmma. The exponentials of a tile are in one stretch behind the wait for
+    P V, which reads the registers that they are converted into."""
     cubin = compiler.compile_source(source, sm90_forward.ARCH)
     masked = "key_mask" in source.summary.split()
     assert cubin.meta["spills"] <= (MASKED_PRODUCER_SPILLS if masked else PRODUCER_SPILLS)
@@ -168,7 +170,8 @@ def test_machine_code(source: compiler.Source) -> None:
     if tool is None:
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
     tile_k = int(re.search(r"kTileK = (\d+)", source.text)[1])  # type: ignore[index]
-    # Where exponents are multiplied once more there is more to do beside the first ones, and most where words are drawn.
+    # How many exponentials may come before the wait for P V. With a bias exponents are multiplied once more, and dropout generates
+# random bits: the compiler overlaps that work with the first exponentials.
     words = source.summary.split()
     early = tile_k // 6 if "dropout" in words else tile_k // 8 if "bias" in words else 4
     assert gate.schedule_fault(cubin.image, tile_k, tool, early) == ""

@@ -1,4 +1,4 @@
-"""What options change in Hopper's forward: heads that share a tile, what ALiBi adds along keys, masks of keys."""
+"""Choices of Hopper's forward: query heads that share a tile, ALiBi as part of Q K^T, masks of keys."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.problems import CALL_OF_MANY, H200
     [
         (4, 100, 128, 4, False),
         (5, 100, 128, 5, True),
-        (5, 128, 128, 1, False),  # six tiles for five
+        (5, 128, 128, 1, False),  # interleaved: six tiles instead of five
         (7, 4096, 192, 1, False),
         (7, 20, 64, 7, True),
         (8, 4, 64, 8, True),
         (8, 4, 128, 8, False),
-        (8, 100, 192, 4, False),  # five for six are not worth it
+        (8, 100, 192, 4, False),  # interleaved: five tiles instead of six, too small a gain
         (71, 1, 64, 1, False),
     ],
 )
@@ -38,7 +38,8 @@ def test_heads_of_a_tile(
 
 
 def test_heads_of_a_packed_batch() -> None:
-    """By what a sequence has on average: of few rows and one long chunk most tiles would be empty."""
+    """The mean length of a packed batch decides whether heads are interleaved: with many short sequences and one long chunk
+    most tiles would be nearly empty otherwise."""
     problem = replace(CALL_OF_MANY, nheads_q=5, group=True, ragged=True, batch=32)
     mixed = replace(problem, rows_q=512 + 31, max_seqlen_q=512)
     alike = replace(problem, rows_q=512 * 32, max_seqlen_q=512)
@@ -92,7 +93,7 @@ def test_what_differs_from_head_to_head_is_not_interleaved(options: dict[str, An
     ids=str,
 )
 def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None:
-    """A step of the products, where scores are products but for the scale, and that pays."""
+    """Q K^T includes what ALiBi adds along the keys if scores are otherwise scaled products alone, and if that is faster."""
     problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
     problem = replace(problem, rows_k=500, max_seqlen_k=500, window_right=0, headdim=64)
     problem = replace(problem, alibi_slopes=ArrayForm("float32", (4,), (4,)))
@@ -101,7 +102,7 @@ def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None
     )
     config = sm90_forward.choose(replace(problem, **options), H200, operands)
     assert config.ramp == ramp
-    # Addends of both sides, which have no bound by rows, must be there before scores are compared.
+    # If rows see keys on both sides, ALiBi's addends have no bound per row, so they must be added before the running max.
     assert not config.late_scaling or ramp or config.one_sided or not config.alibi
 
 
@@ -123,7 +124,7 @@ def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None
     ids=str,
 )
 def test_masks_of_keys(as_it_comes: bool, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    """Bools of few keys are read by the forward itself: its tiles are those of a call without a mask."""
+    """The forward itself reads a mask of few keys that all rows share, and takes the tiles of a call without a mask."""
     problem = replace(CALL_OF_MANY, batch=2, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
     problem = replace(replace(problem, rows_k=500, max_seqlen_k=500), **options)
     masked = replace(problem, mask=ArrayForm("bool", shape, shape))

@@ -1,4 +1,4 @@
-"""Tiles that Hopper's kernels take: which leave no multiprocessor idle, what fits beside each other, how long they take."""
+"""Tiles that Hopper's kernels choose: which leave no SM idle, how many blocks fit an SM, and the estimates of their time."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_slopes_of_long_sequences_have_rows_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "batch", "heads", "headdim", "shape"),
     [
-        (1, 1000, 16, (32, 8), 64, (8, 1)),  # a block for each stream of keys, and some are left
-        (1, 1000, 17, (32, 8), 64, (4, 2)),  # two on a multiprocessor
+        (1, 1000, 16, (32, 8), 64, (8, 1)),  # 128 streams of keys, each with a block on an SM of its own
+        (1, 1000, 17, (32, 8), 64, (4, 2)),  # 136 streams: two blocks share an SM
         (1, 1600, 17, (32, 8), 64, (8, 1)),
         (1, 700, 40, (32, 8), 64, (4, 2)),
         (1, 800, 40, (32, 8), 64, (8, 1)),
@@ -71,7 +71,7 @@ def tile(
     operands: Operands = NO_OPERANDS,
     **scores: Any,
 ) -> str:
-    """Consumers and keys of the tile that a call on an H200 takes, and how many of them share a multiprocessor."""
+    """The tile that a call on an H200 takes: blocks that share an SM, consumers x keys, and "shared" if stream-K splits tiles."""
     pages = -(-keys // page_size) if page_size else 0
     form = PageForm(page_size, batch * pages, pages, False, "int32") if page_size else None
     problem = Problem(
@@ -99,7 +99,7 @@ def tile(
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        # Chunks on cached keys: whole rounds of smaller tiles, or what is left of rounds shared out by keys.
+        # Chunks on cached keys: smaller tiles in whole rounds, or stream-K for the tiles behind the whole rounds.
         ((1, 256, 8448, (32, 8), 128, True), "2 x 128, shared"),
         ((1, 512, 33280, (32, 8), 128, True), "3 x 80, shared"),
         ((8, 512, 8704, (32, 8), 128, True, 16), "3 x 80, shared"),
@@ -108,15 +108,15 @@ def tile(
         ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
         ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
-        # Few rows on some thousand keys: tiles that would leave most of the machine idle are shared out whatever their number.
+        # Few rows on some thousand keys: tiles that would leave most SMs idle are split by keys, whatever the number of tiles.
         ((1, 40, 4771, (16, 2), 128, False), "1 x 128, shared"),
         ((2, 76, 6813, (8, 8), 256, False), "1 x 64, shared"),
         ((1, 64, 4096, (32, 8), 64, True, 16), "1 x 128, shared"),
         ((1, 16, 32768, (64, 8), 256, True, 16), "1 x 64, shared"),
         ((64, 16, 2048, (32, 8), 128, True, 16), "1 x 128"),
-        # Their pieces would read other keys than those of their neighbours at any time, more than the L2 cache holds.
+        # Not split: the pieces would read other keys than their neighbours at any time, together more than the L2 cache holds.
         ((8, 100, 16384, (16, 2), 128, False), "2 x 128"),
-        # Short sequences, which would leave consumers without rows, or key tiles without keys.
+        # Short sequences: large tiles would leave consumers without rows, or parts of key tiles without keys.
         ((128, 128, 128, (16, 16), 64, False), "2 blocks 2 x 48"),
         ((2, 4096, 77, (10, 10), 64, False), "2 blocks 2 x 48"),
         ((32, 257, 257, (16, 16), 64, False), "2 blocks 2 x 48"),
@@ -129,7 +129,7 @@ def tile(
         ((64, 197, 197, (16, 16), 128, True), "2 blocks 1 x 64"),
         ((4, 128, 128, (8, 8), 192, False), "1 x 64"),
         ((2, 1024, 1024, (20, 20), 64, False), "3 x 128"),
-        # What fills the machine keeps the tables' first rows.
+        # Calls that fill the GPU keep the first rows of the tables.
         ((16, 1024, 1024, (16, 16), 128, True), "3 x 64"),
         ((4, 4096, 4096, (16, 16), 128, True), "3 x 64"),
         ((4, 4096, 4096, (32, 32), 64, False), "4 x 64"),
@@ -139,7 +139,7 @@ def tile(
     ids=str,
 )
 def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> None:
-    """The fastest of those measured, or within a tenth of it (docs/notes/hopper-forward.md)."""
+    """The chosen tile is the fastest of those measured, or within a tenth of it (docs/notes/hopper-forward.md)."""
     assert tile(*call) == expected
 
 
@@ -148,7 +148,7 @@ def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> No
     [
         (4096, (2, 1), 64, True, "2 x 128, shared"),
         (16384, (2, 1), 64, True, "3 x 64, shared"),
-        # The longest tile of three consumers would take longer than all tiles of two do.
+        # With three consumers the longest tile alone would take longer than the whole call with two.
         (8192, (4, 4), 128, True, "2 x 128"),
         (4096, (8, 8), 128, False, "2 x 128"),
         (2048, (16, 16), 64, True, "3 x 64"),
@@ -167,7 +167,7 @@ def test_few_tiles_beside_a_bias(
 
 @pytest.mark.parametrize(("batch", "rows", "headdim"), [(64, 128, 64), (64, 197, 128)])
 def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) -> None:
-    """They fit beside each other, and are for calls that do no more to scores than to scale them."""
+    """Blocks that share an SM fit it together. Only calls that do no more to scores than to scale them choose such tiles."""
     q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 16, headdim))
 
     def chosen(**scores: Any) -> sm90_forward_config.Config:
@@ -179,7 +179,7 @@ def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) 
     registers = config.producer_registers + config.consumers * config.consumer_registers
     assert config.producer_registers >= 24
     assert 128 * registers * config.blocks_per_sm <= 1 << 16
-    # Of 228 KiB, the system keeps one for each block.
+    # Of the 228 KiB of an SM the system reserves 1 KiB for each block.
     assert (config.shared_bytes + 1024) * config.blocks_per_sm <= 228 << 10
     for scores in ({"softcap": 30.0}, {"window_left": 5}, {"dropout_p": 0.1}):
         assert chosen(**scores).blocks_per_sm == 1, scores
@@ -187,7 +187,7 @@ def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_short_sequences_of_padded_batches_and_under_masks(mask: bool) -> None:
-    """They have smaller tiles than long ones, as calls with neither do."""
+    """Short sequences take smaller tiles than long ones in padded batches and under masks too."""
 
     def rows_of_tile(batch: int, rows: int) -> int:
         q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 8, 64))
@@ -201,7 +201,7 @@ def test_short_sequences_of_padded_batches_and_under_masks(mask: bool) -> None:
 
 
 def test_room_for_the_next_queries() -> None:
-    """A second slot wherever it leaves each block of a multiprocessor its room, of every row of the tables."""
+    """For every row of the tables: there is a second slot for queries if all blocks of an SM have room for one."""
     tables = tile_tables.SCHEMAS[sm90_forward.TILES].tables
     taken: dict[int, set[int]] = {}
     for table in tables:
@@ -215,7 +215,7 @@ def test_room_for_the_next_queries() -> None:
                     stack.enter_context(using_tiles(sm90_forward.TILES, each, [row]))
                 config = sm90_forward.choose(describe(q, q, v)[0], H200, Operands())
             slot = config.tile_rows * 128 * -(-row.headdim // 64)
-            # Of 228 KiB, the system keeps one for each block.
+            # Of the 228 KiB of an SM the system reserves 1 KiB for each block.
             room = (228 << 10) // config.blocks_per_sm - 1024
             assert config.shared_bytes <= room, row
             assert config.query_slots == 2 or config.shared_bytes + slot > room, row
@@ -225,13 +225,13 @@ def test_room_for_the_next_queries() -> None:
 
 
 def test_blocks_that_share_a_multiprocessor() -> None:
-    """Each takes longer, all together less long."""
+    """Two blocks that share an SM each take longer than a block alone, but less than twice as long."""
     q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 64)) for n in (256, 4096))
     problem, _ = describe(q, k, k)
     fields = {"consumers": 1, "tile_k": 64}  # 8 tiles
     alone = time_estimate.duration(problem, 8, fields, 1)
     assert alone < time_estimate.duration(problem, 4, fields, 1, 2) < 2 * alone
-    assert alone == time_estimate.duration(problem, 8, fields, 1, 2)  # each has one to itself
+    assert alone == time_estimate.duration(problem, 8, fields, 1, 2)  # each tile has an SM to itself
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,8 @@ def test_blocks_that_share_a_multiprocessor() -> None:
     ids=("plain", "dropout", "mask"),
 )
 def test_pages_of_8_bits_have_room(options: dict[str, Any]) -> None:
-    """At every head dim, beside what they become. The table for them is as it will be compiled."""
+    """Tiles of 8-bit keys fit shared memory at every head dim, beside the 16-bit tiles that they are converted to. The table's
+    rows are used as they stand."""
     form = PageForm(16, 9000, 600, False, "int32")
     for dims in itertools.product((16, 64, 96, 128, 192, 256), repeat=2):
         problem = Problem(
@@ -266,7 +267,7 @@ def row_of(dims: tuple[int, int]) -> dict[str, Any]:
 
 
 def test_a_longer_call_takes_longer() -> None:
-    """And an idle machine no less than its longest tile."""
+    """The estimate grows with the call, and a call that leaves SMs idle takes no less than its longest tile."""
     fields = {"consumers": 2, "tile_k": 128}
     q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 128)) for n in (256, 4096))
     problem, _ = describe(q, k, k)
@@ -279,7 +280,8 @@ def test_a_longer_call_takes_longer() -> None:
 
 
 def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
-    """Of new rows on many cached keys all are about as long: kept ones would only read the keys twice."""
+    """Only where tiles differ in length are the shorter ones kept for the end. New rows on many cached keys have tiles of about
+    one length: to keep some would only read their keys twice."""
 
     def kept(rows: int, keys: int) -> int:
         q, k = (np.broadcast_to(np.float16(0), (8, n, 8, 128)) for n in (rows, keys))
@@ -292,7 +294,7 @@ def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
 
 
 def test_tiles_of_packed_batches() -> None:
-    """Others than the usual where sequences of the mean length are sooner done by them, not by the bound alone."""
+    """A packed batch takes other tiles than usual only if these are faster at its mean length too, not just at the bound."""
 
     def consumers(*lengths: int, nheads: int = 4) -> int:
         q = np.broadcast_to(np.float16(0), (sum(lengths), nheads, 128))
@@ -306,7 +308,7 @@ def test_tiles_of_packed_batches() -> None:
 
 
 def test_no_queries() -> None:
-    """Lengths on the host may be 0 where arrays have rows."""
+    """A call whose lengths on the host are 0, though its arrays have rows, splits nothing."""
     for keys in (40, sm90_forward.STREAM_K_ALWAYS_KEYS):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, 4, 128)) for rows in (38, keys))
         problem, _ = describe(q, k, k, causal=True, seqs=SeqLayout(seqlen_q=[0]))

@@ -1,4 +1,4 @@
-"""Into how many pieces keys are split: a pure function of a call's bounds and the GPU."""
+"""Into how many pieces keys are split: this depends on the bounds of a call and on the GPU alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_never_splits() -> None:
 
 @pytest.mark.parametrize("count", [2, 7, 256])
 def test_a_number_is_exact(count: int) -> None:
-    """Where there are as many key tiles; else each has a piece of its own."""
+    """A given number of pieces is used exactly if there are as many key tiles. Else each key tile is a piece."""
     found, config = split_of(64, 5000, 1 << 17, num_splits=count)
     assert (found.count, found.least) == (count, 1)
     short, _ = split_of(64, 5000, 3 * config.tile_k - 1, num_splits=count)
@@ -76,7 +76,7 @@ def test_a_window_is_what_is_split() -> None:
 
 
 def test_a_long_sequence_among_short_ones_has_more_pieces() -> None:
-    """Though sequences alone fill the machine: pieces have a length, not a number."""
+    """Pieces have a common length, not a common number: a long sequence is split though the sequences alone fill the GPU."""
     lengths = [1 << 17] + [2048] * 63
     found, config = split_of(64, 1, 1 << 17, seqs=SeqLayout(seqlen_k=lengths))
     pieces = [-(-length // (found.least * config.tile_k)) for length in lengths]
@@ -101,7 +101,7 @@ def test_memory_is_that_of_all_pieces() -> None:
     tiles = 2 * 8 * -(-300 // config.tile_q)
     assert found.tiles == tiles
     block = config.waves * config.partial_bytes
-    # The output and, of a row, two numbers in each of the four lanes that have elements of it.
+    # The output and, for each row, two numbers in each of the four lanes that hold elements of it.
     assert block == config.tile_q * (128 + 8) * 4
     assert found.scratch(block) == {"split_partials": tiles * 5 * block}
     assert found.counters() == {"split_arrived": 4 * tiles}
@@ -109,7 +109,7 @@ def test_memory_is_that_of_all_pieces() -> None:
 
 @pytest.mark.parametrize("family", [forward, decode])
 def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> None:
-    """By name and with the bytes; exactly as many as asked for, or none."""
+    """The error names num_splits and the bytes that are missing room. There are never fewer pieces than asked for."""
     rows = 1 if family is decode else 8192
     q, k = Like(64, rows, 8, 128), Like(64, 1 << 17, 8, 128)
     shapes = {"q": q.shape, "out": q.shape, "k": k.shape, "v": k.shape}
@@ -122,7 +122,7 @@ def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> Non
         return found.scratch.get("split_partials", 0)
 
     nbytes = scratch(None, 256)
-    assert nbytes > 256 * 64 * rows * 8 * 128 * 4  # that of the outputs of all pieces
+    assert nbytes > 256 * 64 * rows * 8 * 128 * 4  # the outputs of all pieces alone
     assert scratch(nbytes, 256) == nbytes
     with pytest.raises(ValueError, match=rf"^num_splits: got 256, .* {nbytes} bytes"):
         scratch(nbytes - 1, 256)
@@ -140,18 +140,18 @@ def line_of(batch: int, keys: int, heads: int, **options: Any) -> splits.Line:
 @pytest.mark.parametrize(
     ("batch", "keys", "heads", "parts"),
     [
-        (64, 4096, 4, 32),  # of 33 that there is room for, 31 would end in the midst of a sequence
+        (64, 4096, 4, 32),  # there is room for 33 parts, of which 31 would end within a sequence
         (32, 4096, 1, 128),
-        (16, 64, 1, 16),  # one for each, though few keys come to it
+        (16, 64, 1, 16),  # a part for each sequence, though it has few keys
         (1, 4096, 8, 16),
         (1, 1 << 20, 1, 131),
-        (1, 384, 8, 1),  # to join three would take longer than their turns
+        (1, 384, 8, 1),  # to merge three parts would take longer than their units of keys
         (1, 1000, 8, 8),
         (1, 2500, 1, 20),
-        (3, 1000, 8, 12),  # of 15 some would have a turn less, and all would be joined
-        (12, 1500, 8, 12),  # to share four more out would end parts in the midst of sequences
+        (3, 1000, 8, 12),  # with 15 some parts would have a unit less, and all need a merge
+        (12, 1500, 8, 12),  # with four more, parts would end within sequences
         (12, 20000, 8, 16),
-        (25, 100, 8, 16),  # a turn each: none ends in the midst of one
+        (25, 100, 8, 16),  # one unit a sequence: no part ends within one
     ],
 )
 def test_parts_of_a_line(batch: int, keys: int, heads: int, parts: int) -> None:
@@ -161,7 +161,7 @@ def test_parts_of_a_line(batch: int, keys: int, heads: int, parts: int) -> None:
 
 
 def test_parts_of_lengths() -> None:
-    """As many as there may be: the kernel looks whether fewer take shorter."""
+    """With lengths the launch has as many parts as there may be: the kernel decides whether fewer take less time."""
     seqs = SeqLayout(seqlen_k=np.full(12, 1500))
     assert line_of(12, 1500, 8, seqs=seqs).blocks == 16 * 8
 
@@ -171,5 +171,5 @@ def test_parts_of_lengths() -> None:
     [(1, 1), (8, 8), (11, 11), (28, 14), (32, 32), (40, 40), (48, 24), (71, 1), (128, 64)],
 )
 def test_heads_abreast(heads: int, abreast: int) -> None:
-    """Neighbours in memory, as many as leave few blocks idle."""
+    """Heads abreast are neighbours in memory. There are as many as leave few blocks idle."""
     assert line_of(64, 4096, heads).abreast == abreast

@@ -1,4 +1,4 @@
-"""A stream that waits: what is enqueued behind a closed gate cannot run before it opens."""
+"""A gate on a stream: work enqueued behind a closed gate cannot run before the gate opens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ extern "C" __global__ void hold(const volatile int* open, long long limit) {
   } while (!*open && now - start < limit);
 }
 """
-# A call that waits for the gate would wait forever: it opens by itself, and the caller sees that.
+# In nanoseconds. The gate opens by itself after this time, so that a call that waits for it does not hang; still_closed
+# tells.
 _LIMIT_NS = 5_000_000_000
 
 
 @contextlib.contextmanager
 def closed(stream: Any) -> Iterator[None]:
-    """Holds a CuPy stream until the end of the block, where it is empty again."""
+    """Blocks a CuPy stream until the end of the `with` block, which then waits until the stream is empty."""
     import cupy
 
     memory = cupy.cuda.alloc_pinned_memory(4)
@@ -42,7 +43,7 @@ def closed(stream: Any) -> Iterator[None]:
 
 
 def still_closed(stream: Any) -> bool:
-    """Inside the block: whether nothing so far waited for the stream."""
+    """Whether the gate is still closed, called inside `closed`: False if something has waited for the stream."""
     return not stream.done
 
 

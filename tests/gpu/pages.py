@@ -1,4 +1,4 @@
-"""Calls of `paged_attention` on the GPU, against the reference, and forms that tests of several subjects share."""
+"""Checks calls of `paged_attention` on the GPU against the reference; shapes and options that several test modules use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SHAPES: list[dict[str, Any]] = [
     {"page_size": 64, "rows": (200, 0, 9, 129), "room_q": 210, "dims": (7, 7)},
 ]
 MASKS: list[dict[str, Any]] = [{"causal": True}, {"window": (100, 0), "sink": 4}]
-# Chunks that fill a GPU, in pages that divide a tile, that a tile divides, neither, and that no box of rows divides.
+# Chunks that fill a GPU. Page sizes: some divide a key tile, some are multiples of one, some are neither, and some are no
+# multiple of a TMA box.
 CHUNKS: list[dict[str, Any]] = [
     {"page_size": 16, "dims": (128, 128), "heads": (32, 8)},
     {"page_size": 8, "dims": (64, 64), "heads": (24, 24), "pair": True, "dtype": F16},
@@ -50,7 +51,7 @@ def on_gpu(x: Any) -> Any:
         return tuple(map(on_gpu, x))
     if x.dtype == FLOAT8:
         return on_gpu(x.view(np.uint8)).view(FLOAT8)
-    order = sorted(range(x.ndim), key=lambda n: -x.strides[n])  # of the axes in memory: kept
+    order = sorted(range(x.ndim), key=lambda n: -x.strides[n])  # of the axes in memory, which the copy keeps
     return cupy.asarray(x.transpose(order)).transpose(np.argsort(order))
 
 
@@ -65,7 +66,7 @@ def lengths_of(call: Paged, *, on_device: bool) -> dict[str, Any]:
 
 
 def check_pages(call: Paged, family: str | None = None, **options: Any) -> None:
-    """A call against the reference, with integers on the GPU and on the host."""
+    """Checks a call against the reference, once with its integers on the GPU and once with them on the host."""
     inputs = [on_gpu(x) for x in call.inputs]
     for device, table in ((True, inputs[3]), (False, call.block_table)):
         lengths = lengths_of(call, on_device=device)

@@ -1,4 +1,4 @@
-"""The public call on the GPU: frameworks, devices, mistakes, integers that nobody has checked."""
+"""The public call on the GPU: frameworks, devices, mistakes, and integers that are not checked."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_unusable_out_is_refused(change: Any, says: str) -> None:
     call["v"] = call["k"].copy()
     with pytest.raises(ValueError, match=f"^out: .*{says}"):
         rawattn.attention(**call, **change(call))
-    # The same with a call that is already known, hence prepared.
+    # Again, after a good call of the same form: its prepared launch is kept.
     rawattn.attention(**call, out=cupy.empty_like(call["q"]))
     with pytest.raises(ValueError, match=f"^out: .*{says}"):
         rawattn.attention(**call, **change(call))
@@ -118,7 +118,7 @@ def test_arrays_on_host_and_gpu_are_refused() -> None:
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
 def test_one_layout_for_calls_of_several_forms(framework: str) -> None:
-    """A layout remembers the last call: others between them must not get its kernels, nor it theirs."""
+    """A layout remembers its last call, yet calls of several forms that use it in turn each get their own kernels."""
     if framework == "torch":
         torch = pytest.importorskip("torch")
     rng = np.random.default_rng(7)
@@ -170,7 +170,7 @@ class TestTwoDevices:
             inputs = materialise(case)
             arrays = [CUPY.array(array) for array in (inputs.q, inputs.k, inputs.v)]
             starts = {name: CUPY.integers(x) for name, x in inputs.integers.items()}
-        # Device 0 is current: the call must not depend on it.
+        # Device 0 is current here: the call must run on the device of q all the same.
         out = rawattn.attention(*arrays, seqs=rawattn.SeqLayout(**starts), causal=True)
         assert out.data.device_id == 1
         assert out.get().tobytes() == expected[0].get().tobytes()
@@ -210,8 +210,8 @@ _JUNK = {
 
 @dataclass(frozen=True, kw_only=True)
 class BadIntegers:
-    """group: packed, else padded batch. what: the keywords that are bad, max_seqlen: a bound that
-    longer sequences break."""
+    """group: a packed batch, else a padded one. what: the keywords with bad values. max_seqlen: a bound that longer sequences
+    exceed."""
 
     group: bool
     what: str
@@ -237,7 +237,7 @@ BAD_INTEGERS = [
 
 @pytest.mark.parametrize("bad", BAD_INTEGERS, ids=str)
 def test_bad_integers_on_the_gpu_stay_inside(bad: BadIntegers) -> None:
-    """No error and no access outside: memory around the inputs is NaN, around `out` a canary."""
+    """Bad integers raise no error and cause no access outside the arrays. NaN surrounds the inputs, canaries `out`."""
     check_bad_integers(bad, CUPY)
 
 

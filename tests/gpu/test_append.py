@@ -1,4 +1,4 @@
-"""`append_kv` on the GPU: styles, batches, frameworks, streams that nobody waits for, a captured loop that grows its cache."""
+"""`append_kv` on the GPU: rotary styles, batches, frameworks, and a captured decoding loop that grows its cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def write(call: Appended, *, on_device: bool) -> tuple[Any, Any, Any]:
-    """The pages afterwards, and the queries turned."""
+    """Appends, and returns the two pools afterwards and the rotated queries."""
     pools = [on_gpu(pool) for pool in call.pools()]
     table = call.pages.block_table
     k, v = on_gpu(call.k), on_gpu(call.v)
@@ -98,7 +98,7 @@ def test_numpy_stays_on_the_host_and_torch_on_the_device() -> None:
 
 
 def test_whatever_integers_say_nothing_else_is_written() -> None:
-    """Between canaries: rows whose positions or pages are none are dropped, and the context stays usable."""
+    """Rows with an invalid position or page id are dropped: nothing else is written, and the CUDA context stays usable."""
     call = appended((70, 30, 9), 16, dtype=F32)
     pools = call.pools()
     guarded = [cupy.full((len(pool) + 2, *pool.shape[1:]), 7, F32) for pool in pools]
@@ -124,7 +124,7 @@ def test_whatever_integers_say_nothing_else_is_written() -> None:
 
 
 class Decoding(NamedTuple):
-    """New rows of each step (steps, batch, heads, D), float16, the pages they go to, and the angles of their positions."""
+    """New rows of each step, shaped (steps, batch, heads, D), float16; their block table; cos and sin of their positions."""
 
     q: np.ndarray
     k: np.ndarray
@@ -134,7 +134,7 @@ class Decoding(NamedTuple):
     sin: np.ndarray
 
     def pool(self) -> np.ndarray:
-        """Pages without a key."""
+        """A pool without keys: all NaN."""
         steps, batch, *heads = self.k.shape
         return np.full((self.table.size, batch * steps // self.table.size, *heads), np.nan, F16)
 
@@ -164,7 +164,7 @@ def decoding() -> Decoding:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_captured_loop_of_decoding(window: int | None) -> None:
-    """256 steps of one graph, whose lengths grow on the device, as the reference has them at the end."""
+    """256 replays of one graph, whose lengths grow on the device, give what the reference computes for all steps at once."""
     loop = decoding()
     steps, batch = loop.q.shape[:2]
     q, k, v, table, *rotary = (cupy.asarray(x) for x in loop)
@@ -187,7 +187,7 @@ def test_a_captured_loop_of_decoding(window: int | None) -> None:
         attend = rawattn.plan(
             paged_attention, turned, *pools, table, seqlen_k=lengths, causal=True, **options
         )
-        lengths += 1  # compiled here: a capture would not allow it
+        lengths += 1  # compiles CuPy's kernel, which a capture would not allow
         lengths.fill(0)
         stream.begin_capture()
         lengths += 1
@@ -206,7 +206,7 @@ def test_a_captured_loop_of_decoding(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_captured_loop_of_decoding_in_torch(window: int | None) -> None:
-    """As above, with torch's graph and tensors."""
+    """The same loop with torch's graph and tensors."""
     torch = pytest.importorskip("torch")
     loop = decoding()
     steps, batch = loop.q.shape[:2]
@@ -248,7 +248,8 @@ def test_many_rows_of_many_sequences() -> None:
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("name", ["v_pages", "k", "q"])
 def test_what_is_written_and_shares_memory_is_refused(name: str, planned: bool) -> None:
-    """Also by calls like an earlier one. Pools that interleave stay welcome, wherever both lie."""
+    """An array to write that shares memory with another argument is refused, also in repeated and planned calls. Pools of k
+    and v interleaved in one array are accepted at any address."""
     call = appended((9, 1, 24, 3), 4, rotary_dim=8, dtype=F32, heads=(2, 2), dims=(24, 24))
     pool, n = call.pages.k_pages, len(call.k)
     both, other = (cupy.zeros((len(pool), 2, *pool.shape[1:]), F32) for _ in range(2))
@@ -268,7 +269,7 @@ def test_what_is_written_and_shares_memory_is_refused(name: str, planned: bool) 
     assert (both == other).all()
     shared = both[:, 0] if name == "v_pages" else cupy.ascontiguousarray(both[:n, 0, :1])
     if name != "v_pages":
-        # Of the form that the call knows, in the pages.
+        # The shape and strides of earlier calls, but inside the pages.
         flat = both.reshape(-1)[: shared.size]
         shared = flat.reshape(shared.shape)
     before = both.copy()
@@ -279,7 +280,7 @@ def test_what_is_written_and_shares_memory_is_refused(name: str, planned: bool) 
 
 
 def test_angles_of_any_strides_and_out_of_a_plan() -> None:
-    """Angles whose last axis is not dense are copied at each call, in a captured one too; a plan refuses them."""
+    """Angles whose last axis is not dense are copied at each call, also in a captured call. A plan refuses them."""
     call = appended(LENS, 16, rotary_dim=16, dtype=F16)
     k, v, q, table, lengths = map(
         cupy.asarray, (call.k, call.v, call.q, call.pages.block_table, call.pages.seqlen_k)
@@ -303,7 +304,7 @@ def test_angles_of_any_strides_and_out_of_a_plan() -> None:
     call.verify(*(pool.get() for pool in pools), out.get())
     pools = [on_gpu(pool) for pool in call.pools()]
     plan = rawattn.plan(append_kv, k, v, *pools, table, seqlen_k=lengths, q=q, rotary=dense)
-    for _ in range(3):  # from the second one on by its names
+    for _ in range(3):  # from the second call on, the plan knows these named arguments
         mine = cupy.empty_like(q)
         assert plan(k, v, *pools, table, out=mine, rotary=dense) is mine
         call.verify(*(pool.get() for pool in pools), mine.get())

@@ -27,7 +27,7 @@ _FRAMEWORKS = [CuPy(), CuPy(), CuPy(), NumPy(), CuPy(), CuPy(), CuPy(), Torch("c
 
 
 def tiles(n: int) -> AbstractContextManager[None]:
-    """Of the n-th of small cases: those for few rows, and those for many."""
+    """For odd n the backward's tiles for many rows, else the tiles that the case chooses by itself."""
     return large_tiles() if n % 2 else nullcontext()
 
 
@@ -83,7 +83,8 @@ def test_deterministic_sums_of_options_give_the_same_bits(case: Case) -> None:
 
 
 _GROUPS = {"nheads_q": 4, "nheads_kv": 2}
-# By the main kernel: of each head, of two heads of a group, and as sums; in rows of any length; by small tiles.
+# Gradients of a bias that the main kernel computes. "heads": one for each query head. "pairs": one for two heads of a GQA
+# group. "sums": summed over the batch or the heads. "odd": rows of any length. "short": small tiles.
 _DBIAS = [
     dense("heads", 2, 150, 200, **_GROUPS, bias=Pairs(), causal=True, headdim=128),
     dense("heads-float16", 2, 300, 152, **_GROUPS, bias=Pairs(), window=(70, 30), dtype="float16", headdim=64),
@@ -125,7 +126,7 @@ def test_dbias_by_the_main_kernel(case: Case) -> None:
     ids=str,
 )
 def test_a_bias_of_one_row(case: Case, heads: str) -> None:
-    """As masks of padding are: the same for all queries."""
+    """The gradient of a bias that is the same for all queries, as padding masks are, is right."""
     require(case, "cuda")
     verify(replace(case, bias=Pairs(rows=False, heads=heads)), CUPY)
 
@@ -160,7 +161,7 @@ def test_key_tiles_that_several_blocks_share(case: Case, deterministic: bool) ->
 @pytest.mark.parametrize("headdim", [33, 40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_one_key_tile(dtype: str, headdim: int) -> None:
-    """One tile has all keys of a sequence, so dq is written, not added up: by one block, and by several."""
+    """Where one key tile holds all keys of a sequence, dq is written, not accumulated: by one block or by several."""
     knobs = {"dtype": dtype, "headdim": headdim, "nheads_q": 4, "nheads_kv": 2}
     for case in (
         dense("lone", 2, 300, 32 if dtype == "float32" else 64, **knobs),
@@ -177,10 +178,10 @@ def test_one_key_tile(dtype: str, headdim: int) -> None:
 @pytest.mark.parametrize("headdim", [40, 64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_one_key_tile_of_packed_batches(dtype: str, headdim: int, on_device: bool) -> None:
-    """Keys have the sequences of the queries: no row is without keys, and dq is written there too."""
+    """Where queries and keys share their starts, no row is without keys, and a single key tile writes dq there too."""
     knobs = {"dtype": dtype, "headdim": headdim, "nheads_q": 4, "nheads_kv": 2}
     knobs |= {"share_starts": True, "on_device": on_device, "max_seqlen": True}
-    # One key tile of 128, of 64 or of 32 keys, and sequences of one key more.
+    # Longest sequences of one key tile of 128, of 64 or of 32 keys, and of one key more than a tile.
     for lens in ((128, 0, 5, 77), (64, 1, 33), (32,) * 9, (129, 3)):
         for mask in ({}, {"causal": True}):
             case = ragged(f"lone{lens[0]}", lens, lens, **knobs, **mask, lead=3, tail=20)
@@ -246,7 +247,7 @@ def test_random_scores(seed: int) -> None:
     ids=str,
 )
 def test_deterministic_gives_the_same_bits(case: Case) -> None:
-    """While another stream keeps the GPU busy, so that blocks run in ever other orders."""
+    """Every run gives the same bits, though work on another stream changes the order in which blocks run."""
     import cupy
 
     call = backward_of(case)

@@ -1,4 +1,4 @@
-"""Few rows on many keys whose scores are more than products, decoded, and as calls choose."""
+"""Few rows on many keys with options that change scores, by decoding's kernels and by those that calls choose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("bias", "bias-of-keys", "bias-32", "alibi", "line", "text", "softcap", 
 
 
 def options_of(name: str, rows: int, heads: int, dtype: Any, xp: Any = np) -> dict[str, Any]:
-    """Of the host, but for what score functions capture: that is xp's."""
+    """Options as NumPy arrays, except that the arrays captured by score functions are made by `xp`."""
     rng = np.random.default_rng([rows, heads, NAMES.index(name)])
     slopes = np.linspace(-0.1, 0.3, heads, dtype=F32)
     if name == "bias":
@@ -93,7 +93,7 @@ def test_rows(name: str, shape: tuple[int, tuple[int, int], int, Any], family: s
 @pytest.mark.parametrize("name", ["bias", "bias-of-keys", "alibi", "text"])
 @pytest.mark.parametrize("page_size", [16, 7])
 def test_pages(name: str, page_size: int) -> None:
-    """In boxes of TMA, and row by row."""
+    """Pages are right both where TMA boxes fetch them and where they are copied row by row."""
     call = paged((KEYS, 70), page_size, rows=3, heads=(6, 2), dims=(128, 128))
     mod = rawattn.ScoreMod(
         "where(kv_idx % 5 == head % 5, -inf, score - 0.01 * head * (q_idx - kv_idx))"
@@ -105,6 +105,6 @@ def test_pages(name: str, page_size: int) -> None:
 @pytest.mark.parametrize("lens", [(300, 20, 0, 255, 31), (4000, 20, 0, 255, 31), (90,)], ids=str)
 @pytest.mark.parametrize("heads", [(8, 8), (35, 7)], ids=str)
 def test_short_sequences(lens: tuple[int, ...], heads: tuple[int, int]) -> None:
-    """Each with a block of its own, and with one that is long."""
+    """Short sequences are right where each has its own block, and beside a long sequence."""
     for rows in (1, 3):
         check_pages(paged(lens, 16, rows=rows, heads=heads, dims=(64, 64)), causal=True)

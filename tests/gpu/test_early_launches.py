@@ -1,4 +1,5 @@
-"""Kernels whose blocks come while those before them in the stream still run read nothing before its time."""
+"""Kernels launched early (programmatic dependent launch), while the kernel before them in the stream still runs, read nothing
+that it has yet to write."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import rawattn
 
 cupy = pytest.importorskip("cupy")
 
-# Copies after a while. Its blocks leave room on every multiprocessor, so those of the next kernel can come at once.
+# Copies after a delay of 400 000 clock cycles. Its few blocks leave room on every SM, so blocks of the next kernel can start
+# at once.
 _LATE_COPY = r"""
 extern "C" __global__ void late_copy(const unsigned char* from, unsigned char* to, long long count) {
   const long long begin = clock64();
@@ -79,7 +81,7 @@ def test_waits_for_what_a_kernel_before_it_writes(
     expected = call(**arrays).get()
     for late in arrays:
         stale = arrays[late].copy()
-        # Lengths of 1 and pages without a sequence are harmless, and give other results.
+        # As lengths and page ids, ones are valid too, and they give other results.
         stale.fill(1)
         given = {**arrays, late: stale}
         stale_result = call(**given).get()
@@ -100,7 +102,7 @@ def test_waits_for_what_a_kernel_before_it_writes(
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 def test_calls_that_read_what_the_last_one_wrote(rows: int, captured: bool, stream: Any) -> None:
     q, k = _random(2, rows, 8, 64), _random(2, 2000, 8, 64)
-    keys = k * 8  # each row is close to one of k, so no row's result is like another's
+    keys = k * 8  # each result row is close to one row of k, so rows differ from each other
 
     def chain(wait: bool) -> Any:
         x = q
@@ -124,14 +126,14 @@ def test_calls_that_read_what_the_last_one_wrote(rows: int, captured: bool, stre
 
 
 def test_inputs_that_the_next_kernel_overwrites(stream: Any) -> None:
-    """A later call may not begin to write before the earlier ones have read."""
+    """A later call must not write its `out` before the earlier calls have read that memory as input."""
     q, k = _random(1, 128, 8, 64), _random(1, 4096, 8, 64)
     expected = rawattn.attention(q, k, k).get()
     other = _random(1, 4096, 8, 64) * 2
     kept = k.copy()
     for _ in range(50):
         out = rawattn.attention(q, k, k)
-        # Its `out` is what the call before it reads.
+        # Writes to k, which the call before it reads.
         rawattn.attention(other, other, other, out=k)
         cupy.copyto(k, kept)
         np.testing.assert_array_equal(out.get(), expected)

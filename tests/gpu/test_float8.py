@@ -1,4 +1,4 @@
-"""Chunks of new rows on pages of 8 bits, by Hopper's forward: everything that such a call may be beside 16-bit pages."""
+"""Chunks of new rows on pages of 8 bits, by Hopper's forward: whatever such a call may be with 16-bit pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [BFLOAT16, F16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks(shape: dict[str, Any], dtype: Any) -> None:
-    """In groups, in padded batches and alone. Rows that no sequence has hold NaN."""
+    """Chunks are right in packed batches, in padded batches and alone. Rows outside all sequences hold NaN."""
     packed = paged((900, 3, 130, 690), **shape, dtype=dtype, rows=(300, 3, 130, 200), group=True)
     for options in LIMITS:
         check_pages(packed, "sm90", num_splits=1, **options)
@@ -53,7 +53,7 @@ def test_chunks(shape: dict[str, Any], dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [BFLOAT16, F16], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_keys_that_end_anywhere(dim: int, dtype: Any) -> None:
-    """In a box, between boxes, between tiles: behind it lies NaN."""
+    """Keys may end within a TMA box, between boxes or between key tiles, with NaN behind the last key."""
     lens = tuple(itertools.chain(range(1, 18), range(60, 68), range(78, 84), (111, 112, 113, 240)))
     shape: dict[str, Any] = {"dims": (dim, dim), "dtype": dtype, "rows": 17, "float8": "arrays"}
     for page_size in (8, 16, 128):
@@ -71,7 +71,8 @@ def test_tiles_shared_out_by_keys(shape: dict[str, Any], options: dict[str, Any]
 
 
 def test_long_keys_shared_out_as_they_are() -> None:
-    """Of one sequence, whose tiles of queries leave multiprocessors idle, and of two."""
+    """Calls with long keys are right as they choose to split them among blocks: one sequence, whose query tiles leave SMs idle,
+    and two."""
     shape: dict[str, Any] = {"dims": (128, 128), "heads": (32, 8), "float8": "arrays"}
     for lens, dtype in (((9000,), BFLOAT16), ((9000,), F16), ((8400, 9000), BFLOAT16)):
         call = paged(lens, 16, **shape, rows=256, dtype=dtype)
@@ -123,7 +124,8 @@ def test_options_of_scores(dims: tuple[int, int], dtype: Any) -> None:
 
 
 def poisoned(call: Paged) -> Paged:
-    """Pages of nobody at both ends of the pool, and entries that lead there or nowhere: all hold NaN."""
+    """Adds a page of NaN, of no sequence, at both ends of the pools. Unused entries of the block table lead to such a page or
+    to none."""
     ends = [(1, 1), (0, 0), (0, 0), (0, 0)]
     pools = {
         name: np.pad(getattr(call, name).view(np.uint8), ends, constant_values=0x7F).view(FLOAT8)
@@ -151,7 +153,7 @@ def test_queries_beyond_float16(power: int) -> None:
 
 
 def test_all_numbers_of_8_bits() -> None:
-    """Of one key the output is its value: each of them, and NaN."""
+    """With one key the output is that key's value: all 256 bit patterns come out exactly, NaN included."""
     every = np.arange(256, dtype=np.uint8).view(FLOAT8)
     call = paged((1,), 8, rows=40, heads=(1, 1), dims=(256, 256), float8="plain")
     pools = {name: np.zeros((1, 8, 1, 256), FLOAT8) for name in ("k_pages", "v_pages")}
@@ -167,7 +169,7 @@ def test_all_numbers_of_8_bits() -> None:
 
 
 def test_the_same_bits_again() -> None:
-    """Of a call whose converters, producers and consumers meet in another order each time."""
+    """A repeated call gives the same bits, in whatever order its converters, producers and consumers reach their barriers."""
     call = paged((1700, 900), 16, rows=300, heads=(32, 8), dims=(128, 128), float8="arrays")
     inputs = [on_gpu(x) for x in call.inputs]
     with only("sm90"):

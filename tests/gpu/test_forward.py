@@ -62,7 +62,7 @@ def test_scores_of_16_bits_by_the_portable_kernel(case: Case) -> None:
         verify(case, CUPY)
 
 
-# Other options have tiles of their own, which never work in clusters.
+# Cases whose options allow tiles in clusters. The tile tables of the other options have none.
 IN_CLUSTERS = [
     case
     for case in SHORT
@@ -80,7 +80,7 @@ def test_scores_in_clusters(case: Case) -> None:
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH and not case.group:
             config = _last_call().prepared.config
-            assert config.cluster == (1 if config.mod_line else 2)  # lines have ALiBi's tiles
+            assert config.cluster == (1 if config.mod_line else 2)  # with mod_line: the tiles of ALiBi
 
 
 @pytest.mark.parametrize("case", [case for case in curated() if case.dtype != "float32"], ids=str)
@@ -106,9 +106,9 @@ def test_curated_stored_by_tma(case: Case) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", [192, 256])
 def test_clusters_of_long_sequences(headdim: int, causal: bool) -> None:
-    """The tiles that calls choose by themselves."""
+    """Long sequences at head dims 192 and 256 choose tiles in clusters of two by themselves."""
     knobs = {"headdim": headdim, "causal": causal, "nheads_q": 2, "nheads_kv": 1}
-    # Long enough on average too: of few tiles calls take other ones.
+    # The mean length is long too, because calls with few tiles choose other tiles.
     lens = (LONG_SEQLEN + 300, 9, 4000), (LONG_SEQLEN + 1, 40, 4100)
     verify(ragged("clusters", *lens, **knobs), CUPY)
     if compiler.device_arch(0) == sm90_forward.ARCH:
@@ -118,7 +118,7 @@ def test_clusters_of_long_sequences(headdim: int, causal: bool) -> None:
 @pytest.mark.parametrize("in_clusters", [False, True])
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 def test_some_tiles_kept_for_the_end(headdim: int, in_clusters: bool) -> None:
-    """Heads enough that neither all tiles are kept, nor none."""
+    """Results are right where some query tiles of a sequence are kept for the end of the launch, and some are not."""
     knobs = {"headdim": headdim, "nheads_q": 14, "nheads_kv": 14, "causal": True}
     case = dense("kept", 5, 600, 600, **knobs)
     with clusters() if in_clusters else nullcontext():
@@ -147,7 +147,8 @@ def test_curated_shared_out_by_keys(case: Case) -> None:
 @pytest.mark.parametrize("in_clusters", [False, True])
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
-    """Fewer tiles than blocks, each in many pieces; more of them; queries of a group; dims between the usual ones."""
+    """Stream-K is right with fewer tiles than blocks, with more tiles than blocks, with GQA groups and with an unusual head dim
+    of v."""
     for rows_q, rows_k, nheads_q, nheads_kv in (
         (9, 4000, 3, 3),
         (700, 1500, 41, 41),
@@ -164,7 +165,7 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
 @pytest.mark.parametrize("group", [3, 5, 7, 8, 12, 40])
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_heads_interleaved(headdim: int, group: int) -> None:
-    """Chunks of heads that tiles do not divide, as calls choose tiles, and in pieces."""
+    """GQA groups of sizes that divide no tile are right, in whole tiles and in tiles whose keys are split among blocks."""
     knobs = {"headdim": headdim, "nheads_q": 2 * group, "nheads_kv": 2}
     rows = 100 // group + 3
     lens = (rows, 0, 1, rows // 2 + 1, 2 * rows), (700, 40, 90, 33, 1300)
@@ -188,7 +189,8 @@ def test_heads_interleaved(headdim: int, group: int) -> None:
 
 @pytest.mark.parametrize("headdim", [64, 128, 192])
 def test_unlike_tiles_shared_out_by_keys(headdim: int) -> None:
-    """Under limits, and of lengths that the kernel alone knows."""
+    """Stream-K is right for tiles of unequal numbers of keys: under causal and window limits, and with lengths that only the
+    kernel knows."""
     knobs = {"nheads_q": 8, "nheads_kv": 2, "headdim": headdim}
     lens = (300, 9, 0, 200), (1000, 700, 40, 1300)
     cases = (
@@ -206,7 +208,8 @@ def test_unlike_tiles_shared_out_by_keys(headdim: int) -> None:
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_causal_tiles_shared_out_by_their_length(headdim: int) -> None:
-    """One head and several, of one sequence and more, in rows that see no keys too."""
+    """Causal query tiles may be split among blocks by their numbers of keys: with one head or several, one sequence or several,
+    and rows that see no keys."""
     with only("sm90"), sharing_by_length():
         for batch, rows_q, rows_k, nheads in (
             (1, 1500, 1500, 1),
@@ -220,14 +223,14 @@ def test_causal_tiles_shared_out_by_their_length(headdim: int) -> None:
 
 
 def test_few_causal_heads_are_shared_out() -> None:
-    """What calls choose by themselves."""
+    """A causal call with few heads chooses by itself to split its tiles among blocks by their numbers of keys."""
     verify(dense("few", 1, 4096, 4096, nheads_q=2, nheads_kv=2, causal=True), CUPY)
     if compiler.device_arch(0) == sm90_forward.ARCH:
         assert _last_launch("stream_k")["rows"] > 0
 
 
 def test_long_keys_are_shared_out() -> None:
-    """What calls choose by themselves, with counters that the launch before has left."""
+    """A call with very many keys chooses stream-K by itself, and its counters are ready for the next launch."""
     case = dense("shared", 2, 40, STREAM_K_ALWAYS_KEYS + 300, nheads_q=8, nheads_kv=2)
     for _ in range(2):
         verify(case, CUPY)
@@ -235,7 +238,7 @@ def test_long_keys_are_shared_out() -> None:
             assert _last_launch("stream_k")["tiles"] > 0
 
 
-# Each leaves multiprocessors of a Hopper GPU idle, if its tiles stay whole.
+# Each call would leave SMs of a Hopper GPU idle if its query tiles stayed whole.
 IDLE: list[dict[str, Any]] = [
     {"rows": (40, 4771), "heads": (16, 2)},
     {"rows": (76, 3100), "heads": (8, 8), "headdim": 256},
@@ -250,7 +253,7 @@ IDLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("case", IDLE, ids=str)
 def test_tiles_of_few_rows_are_shared_out(case: dict[str, Any]) -> None:
-    """What calls choose by themselves, keys far fewer than those of long sequences."""
+    """Calls with few rows choose stream-K by themselves with far fewer keys than STREAM_K_ALWAYS_KEYS."""
     knobs = dict(case)
     rows, (nheads_q, nheads_kv) = knobs.pop("rows"), knobs.pop("heads")
     knobs = {"headdim": 128, **knobs, "nheads_q": nheads_q, "nheads_kv": nheads_kv}
@@ -275,7 +278,8 @@ BIASES = {
 @pytest.mark.parametrize("headdim", [32, 64, 128, 192, 256])
 @pytest.mark.parametrize("name", BIASES)
 def test_biases_whose_rows_begin_anywhere(name: str, headdim: int) -> None:
-    """By Hopper's kernel row by row, as an aligned copy, or element by element; in few tiles and in many small ones."""
+    """Rows of a bias may begin at any address: Hopper's kernel reads them row by row, as an aligned copy, or element by
+    element, in calls of few tiles and of many small ones."""
     knobs: dict[str, Any] = {"headdim": headdim, "bias": BIASES[name]}
     verify(dense("rows", 2, 210, 333, nheads_q=4, nheads_kv=2, **knobs, causal=True), CUPY)
     verify(dense("short", 9, 49, 51, nheads_q=6, nheads_kv=6, **knobs), CUPY)
@@ -289,7 +293,7 @@ def _last_call() -> on_gpu.Call:
 
 
 def _last_launch(field: str) -> Any:
-    """A parameter of Hopper's kernel, as the last call that was prepared has it."""
+    """A field of the Hopper kernel's parameters, from the call that was prepared last."""
     filled = _last_call().prepared.steps[-1].params
     return np.frombuffer(filled, params.SM90_FORWARD.dtype, count=1)[field][0]
 
@@ -297,7 +301,7 @@ def _last_launch(field: str) -> Any:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_long_sequences(headdim: int, causal: bool) -> None:
-    """Hopper's kernel has tiles of its own for them."""
+    """Long sequences are right: Hopper's kernel has separate tiles for them."""
     knobs = {"headdim": headdim, "causal": causal, "nheads_q": 1, "nheads_kv": 1}
     verify(dense("long", 1, 300, LONG_SEQLEN + 77, **knobs), CUPY)
     verify(ragged("long-ragged", (300, 9, 200), (40, LONG_SEQLEN + 1, 100), **knobs), CUPY)
@@ -306,7 +310,7 @@ def test_long_sequences(headdim: int, causal: bool) -> None:
 @pytest.mark.parametrize("alignment", [2, 4, 8, 16])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_copy_width(dtype: str, alignment: int) -> None:
-    """Rows that begin at any multiple of the element size, from 2 or 4 bytes up to 16."""
+    """Rows may be aligned to any power of two from the element size (2 or 4 bytes) to 16 bytes."""
     if dtype == "float32" and alignment < 4:
         pytest.skip("a float32 is 4 bytes")
     headdim = 48 + alignment // (2 if dtype == "float16" else 4)

@@ -20,7 +20,7 @@ cupy = pytest.importorskip("cupy")
 CUPY = CuPy()
 BFLOAT16 = DTYPES["bfloat16"]
 _HEADS, _DIM = 8, 128
-_ROWS = (1 << 31) // (_HEADS * _DIM) + 333  # of _HEADS x _DIM: just over 2^31 elements
+_ROWS = (1 << 31) // (_HEADS * _DIM) + 333  # rows of _HEADS x _DIM: just over 2^31 elements
 _NAN = 0x7FC0
 
 
@@ -49,7 +49,7 @@ def _set(array: Any, rows: slice, values: np.ndarray) -> None:
 
 
 def _compare(got: Any, lse: Any, q: Any, k: Any, v: Any, what: str, **options: Any) -> None:
-    """`got` (rows, heads, dim) and `lse` (heads, rows) against batch mode with a batch of one."""
+    """Checks `got` (rows, heads, dim) and `lse` (heads, rows) against the reference of one sequence."""
     arrays = [x[None] for x in (q, k, v)]
     exact, exact_lse = reference.attention(*arrays, **options, return_lse=True)
     low, low_lse = low_precision_attention(*arrays, **options)
@@ -68,7 +68,7 @@ _ROWS_AT = [
 
 @pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
 def test_many_queries(group: bool) -> None:
-    """q and out of over 2^31 elements."""
+    """q and out may have over 2^31 elements."""
     q = _filled((_ROWS, _HEADS, _DIM), 0)
     k, v = _normal(2, 70, _HEADS, _DIM)
     some = _normal(len(_ROWS_AT), 10, _HEADS, _DIM)
@@ -89,11 +89,11 @@ def test_many_queries(group: bool) -> None:
 
 
 def test_many_keys() -> None:
-    """k and v of over 2^31 elements: a window and sinks, all between them NaN and never read."""
+    """k and v may have over 2^31 elements. Rows see a window and sinks; the keys between them are NaN and never read."""
     sink, last, rows = 4, 600, 40
     k, v = _filled((_ROWS, _HEADS, _DIM), _NAN), _filled((_ROWS, _HEADS, _DIM), _NAN)
     real = _normal(2, sink + last, _HEADS, _DIM)
-    # Whole tiles of keys are read, so those around the visible ones hold numbers too.
+    # The kernel reads whole key tiles, so the keys beside the visible ones hold numbers too.
     for array, values in zip((k, v), real, strict=True):
         _set(array, slice(0, 256), np.zeros((256, _HEADS, _DIM), BFLOAT16))
         _set(array, slice(0, sink), values[:sink])
@@ -103,12 +103,12 @@ def test_many_keys() -> None:
     _set(on_gpu, slice(None), q)
     options = {"causal": True, "window": (300, 0), "sink": sink}
     out, lse = rawattn.attention(on_gpu[None], k[None], v[None], **options, return_lse=True)
-    # Seen from the end the positions are the same without the keys that nobody sees.
+    # The window counts from the last key, so the keys that no row sees can be left out for the reference.
     _compare(out[0], lse[0], q, *real, "the last queries", **options)
 
 
 def test_sequences_far_into_the_arrays() -> None:
-    """Group mode: starts of over 2^31 elements for q, k, v and out; padding rows hold NaN."""
+    """Packed sequences may begin over 2^31 elements into q, k, v and out. Padding rows hold NaN."""
     q, k, v = (_filled((_ROWS, _HEADS, _DIM), _NAN) for _ in range(3))
     out = cupy.zeros((_ROWS, _HEADS, _DIM), np.uint16).view(BFLOAT16)
     first = _ROWS - 300
@@ -127,13 +127,13 @@ def test_sequences_far_into_the_arrays() -> None:
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "row", "head"])
 def test_long_strides(axis: int) -> None:
-    """The stride of one axis times its index passes 2^31, its others are those of a small array."""
+    """The last index of one axis times its stride may pass 2^31. The other strides are those of a small array."""
     shape = (2, 3, 4, 64)
     elements = int(np.prod(shape))
     far = (1 << 31) // (shape[axis] - 1) // 8 * 8 + 64
     strides = [shape[1] * shape[2] * 64, shape[2] * 64, 64, 1]
     strides[axis] = far
-    # The four arrays lie side by side in one buffer: the gaps of each hold the others.
+    # q, k, v and out lie in one buffer: the gaps of each array hold the others.
     memory = _filled((far * (shape[axis] - 1) + 5 * elements,), _NAN)
     arrays = [
         cupy.ndarray(

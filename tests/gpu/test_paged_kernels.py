@@ -1,4 +1,4 @@
-"""Pages by every kernel that reads them: chunks of rows, few rows of many heads, shared tiles, many sequences."""
+"""Every kernel that reads pages: chunks of rows, few rows of many heads, tiles split among blocks, many sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_pages(shape: dict[str, Any], options: dict[str, Any], num_splits: int |
 @pytest.mark.parametrize("options", LIMITS, ids=str)
 @pytest.mark.parametrize("shape", CHUNKS, ids=str)
 def test_chunks(shape: dict[str, Any], options: dict[str, Any]) -> None:
-    """By Hopper's kernel where there is one, and by the portable one."""
+    """Chunks are right by the kernel that calls choose (Hopper's, where it serves the call) and by the portable kernel."""
     rows = (300, 3, 130, 1290)
     packed = paged((1700, 3, 130, 1290), **shape, rows=rows, group=True)
     check_pages(packed, num_splits=1, **options)
@@ -46,7 +46,7 @@ def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{"causal": True}, {}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)], ids=str)
 def test_few_rows_of_several_heads(dims: tuple[int, int], options: dict[str, Any]) -> None:
-    """What calls choose by themselves: speculative steps and short chunks, of few sequences and of many."""
+    """Speculative steps and short chunks, of few sequences and of many, are right by the kernels that calls choose."""
     for lens, rows, heads in (
         ((4100, 1025, 33, 3000), (20, 7, 33, 40), (32, 8)),
         ((5000,), 33, (16, 2)),
@@ -62,7 +62,8 @@ def test_few_rows_of_several_heads(dims: tuple[int, int], options: dict[str, Any
 def test_chunks_of_heads_that_no_tile_divides(
     dims: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    """Whole tiles and pieces, pages that boxes bring and rows that lanes copy."""
+    """GQA groups that divide no tile are right, in whole and in split tiles, with pages that TMA boxes fetch and with pages
+    whose rows are copied lane by lane."""
     for page_size, heads, rows in ((16, (5, 1), (30, 0, 1, 77)), (7, (14, 2), (20, 33, 9, 1))):
         packed = paged(
             (900, 33, 100, 2100), page_size, rows=rows, heads=heads, dims=dims, group=True
@@ -79,7 +80,7 @@ def test_chunks_of_heads_that_no_tile_divides(
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0), "sink": 3}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
-    """The last tile of the heads that share keys has fewer."""
+    """A GQA group may fill several tiles, the last of which holds fewer heads."""
     lens = (700, 33, 0, 1290)
     for heads, rows in (((71, 1), 1), ((71, 1), 2), ((74, 2), 1), ((20, 1), 3), ((128, 1), 1)):
         check_pages(paged(lens, 16, rows=rows, heads=heads, dims=dims), **options)
@@ -88,7 +89,7 @@ def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[st
 
 @pytest.mark.parametrize("group", [False, True])
 def test_most_sequences_without_queries(group: bool) -> None:
-    """A batch that is padded with sequences has fewer units than blocks."""
+    """A batch padded with empty sequences is right: it has fewer units of work than blocks."""
     for lens, rows in (((1000, *(700,) * 63), (1, *(0,) * 63)), ((90,) * 200, (*(0,) * 199, 1))):
         room = None if group else 1
         call = paged(lens, 16, rows=rows, room_q=room, group=group, heads=(32, 8), dims=(128, 128))
@@ -103,7 +104,7 @@ def test_most_sequences_without_queries(group: bool) -> None:
 def test_queries_anywhere(
     lens: tuple[int, ...], heads: tuple[int, int], dim: int, gap: int
 ) -> None:
-    """Keys lie as TMA needs them, queries do not."""
+    """Queries may begin at addresses that TMA cannot read, beside keys that it can."""
     call = paged(lens, 16, rows=1, heads=heads, dims=(dim, dim))
     wide = np.zeros((*call.q.shape[:-1], dim + gap), call.q.dtype)
     wide[..., :dim] = call.q
@@ -116,7 +117,7 @@ def test_queries_anywhere(
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 128)], ids=str)
 def test_heads_that_become_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
-    """Of so many sequences Hopper's forward takes them (rawattn/_kernels/sm90/folded.py)."""
+    """With so many sequences Hopper's forward serves large GQA groups, as rows of a head (rawattn/_kernels/sm90/folded.py)."""
     lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 300, 140))
     for heads in ((71, 1), (200, 1), (74, 2)):
         check_pages(paged(lens, 16, rows=1, heads=heads, dims=dims), **options)
@@ -127,7 +128,7 @@ def test_heads_that_become_rows(dims: tuple[int, int], options: dict[str, Any]) 
 @pytest.mark.parametrize("heads", [(8, 1), (4, 2), (40, 1)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_bunches_of_parts(dims: tuple[int, int], heads: tuple[int, int]) -> None:
-    """So many blocks share a query tile that they join what they leave in two steps."""
+    """Where very many blocks share a query tile, their partial results are merged in two steps."""
     for lens in ((40000,), (300, 25000, 0, 700)):
         check_pages(paged(lens, 16, rows=1, heads=heads, dims=dims), causal=True)
     check_pages(paged((20000,), 24, rows=1, heads=heads, dims=dims), "decode", num_splits=100)
@@ -135,7 +136,7 @@ def test_bunches_of_parts(dims: tuple[int, int], heads: tuple[int, int]) -> None
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)], ids=str)
 def test_many_short_sequences(dims: tuple[int, int]) -> None:
-    """Several blocks of a multiprocessor have some of them each."""
+    """Short sequences are right where several blocks run on an SM and each has several sequences."""
     lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 200, 70))
     for options in ({}, {"softcap": 5.0}, {"window": (60, 0)}):
         check_pages(paged(lens, 16, rows=1, heads=(8, 8), dims=dims), causal=True, **options)

@@ -49,7 +49,7 @@ def bits(results: Any, framework: Any) -> list[bytes]:
 @each_case
 @pytest.mark.parametrize("fresh", [False, True], ids=["known", "fresh-lengths"])
 def test_call_does_not_wait(case: Case, fresh: bool) -> None:
-    """Not for the stream, and not for lengths on the GPU, known to the library or new to it."""
+    """A call waits neither for its stream nor for lengths on the GPU, known to the library or new to it."""
     inputs = materialise(case)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -91,7 +91,7 @@ def _nan(array: Any) -> Any:
 
 @each_case
 def test_ordered_on_the_current_cupy_stream(case: Case) -> None:
-    """Inputs written just before the call are read, results are there for work just after it."""
+    """The call reads inputs written just before it, and its results are there for work just after it."""
     call = arguments(materialise(case), case, CUPY)
     expected = bits(rawattn.attention(**call), CUPY)
     late = {name: call[name].copy() for name in "qkv"}
@@ -130,7 +130,7 @@ def test_ordered_on_the_current_torch_stream(case: Case) -> None:
 
 
 def test_ordered_with_jax() -> None:
-    """JAX tells nobody its streams: inputs still being computed, results used at once."""
+    """JAX does not expose its streams: inputs may still be being computed, and results may be used at once."""
     jax = pytest.importorskip("jax")
     framework = Jax("gpu")
     case = dense("jax", 2, 300, 300, causal=True, dtype="float32", nheads_q=4)
@@ -179,7 +179,8 @@ def test_same_bits_under_load() -> None:
 
 
 def test_a_new_thread_that_only_launches() -> None:
-    """It has no context yet, and a cached call into the caller's `out` asks the runtime for nothing else."""
+    """A cached call into the caller's `out` works in a new thread, which has no CUDA context: the launch is the call's only
+    request to CUDA."""
     q, k, v = (cupy.random.standard_normal((1, 70, 2, 64), dtype=np.float32) for _ in range(3))
     expected = rawattn.attention(q, k, v)
     out = cupy.full_like(expected, np.nan)
@@ -221,7 +222,7 @@ def test_threads_with_their_own_streams() -> None:
     assert not wrong
 
 
-# What a replay is given: other values, and (for lengths on the GPU) other lengths in the same room.
+# What a replay reads instead: other values and, where lengths are on the GPU, other lengths that fit the same arrays.
 _OTHER = {"lens_q": (5, 64, 33), "lens_k": (160, 0, 9), "seed": 7}
 
 
@@ -247,7 +248,7 @@ def _check(out: np.ndarray, inputs: Inputs, options: dict[str, Any], what: str) 
     assert not np.any(out[~rows].astype(np.float32)), f"{what}: padding rows are not 0"
 
 
-# A maximum is a promise: replays with longer sequences would break it.
+# Without max_seqlen: the replays have longer sequences than the captured call, whose maximum they would exceed.
 CAPTURED = [replace(case, max_seqlen=False) for case in CASES]
 
 
@@ -268,7 +269,7 @@ def test_cupy_graph(case: Case, known: bool) -> None:
         graph.launch(stream)
         _check(out.get(), inputs, {**inputs.options, "seqs": layout(inputs)}, "first replay")
 
-        # The memory a replay writes must be the graph's: what is allocated now is somebody else's.
+        # A replay may write only memory that the graph owns: arrays allocated now must stay as they are.
         others = [cupy.full(size, 165, np.uint8) for size in (64, 512, 1024, 4096, 1 << 16) * 20]
         inputs, options = _refresh(call, case, lambda array, values: array.set(values))
         graph.launch(stream)
@@ -277,7 +278,7 @@ def test_cupy_graph(case: Case, known: bool) -> None:
 
 
 def test_cupy_graph_of_arrays_that_are_copied() -> None:
-    """Copies of arrays whose last axis is not dense are the graph's memory, which nobody else is given."""
+    """The graph owns its copies of arrays whose last axis is not dense: later allocations get other memory."""
     rng = np.random.default_rng(0)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -298,7 +299,7 @@ def test_cupy_graph_of_arrays_that_are_copied() -> None:
 
 
 def test_a_decoded_call_is_one_node() -> None:
-    """Its counters are zero when it is captured, and each replay leaves them so."""
+    """A decoding call is one node of a graph: its counters are zero when it is captured, and each replay leaves them zero."""
     import ctypes
 
     q, k = (cupy.ones((2, rows, 4, 64), np.float16) for rows in (1, 4096))
