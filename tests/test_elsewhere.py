@@ -1,4 +1,4 @@
-"""Arrays on another device than the rest of their call: which argument a message names."""
+"""An array on another device than the rest of its call: which argument the error message names."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def bert(weights: dict[str, np.ndarray], ids: Sequence[int]) -> np.ndarray:
 
 
 def distance(got: Any, exact: np.ndarray) -> float:
-    """The largest difference of any two unit vectors; NaN when anything is."""
+    """The largest distance of a computed unit vector from its exact one; NaN if any element is NaN."""
     return float(np.max(np.linalg.norm(to_host(got).astype(np.float64) - exact, axis=1)))
 
 
@@ -95,7 +95,7 @@ def test_model_against_the_paper(
     documents = model.tokenize(TEXTS)
     assert [len(ids) for ids in documents] == LENGTHS
     exact = np.stack([bert(weights, ids) for ids in documents])
-    # Between two roundings of the I/O type a unit vector moves by about its precision.
+    # Each rounding to the I/O dtype moves a unit vector by about that dtype's eps.
     assert distance(model.embed(TEXTS), exact) <= 16 * np.finfo(dtype).eps
 
 
@@ -157,7 +157,7 @@ def test_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert "--model DIR" in said
-    assert "second" in said  # how long it takes
+    assert "second" in said  # the time that it took
     with pytest.raises(SystemExit):
         example("--model", folder)
     assert "TEXT" in capsys.readouterr().err

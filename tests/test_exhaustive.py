@@ -1,4 +1,4 @@
-"""Which cases every run has: few, that show all there is; the others wait for --exhaustive."""
+"""Which cases every run has: a few that together show every trait. The others run with --exhaustive only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest_plugins = ("pytester",)
 def split(
     shown: dict[str, set[Hashable]], needed: dict[str, set[Hashable]] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Curated and marked cases, of names that show and need these."""
+    """The names of the cases that every run has and of those marked for --exhaustive, given the traits that each shows and needs."""
     needed = needed or {name: {name} for name in shown}
     marked = exhaustive.mark(shown, shown.__getitem__, needed.__getitem__)
     names = [each if isinstance(each, str) else each.values[0] for each in marked]

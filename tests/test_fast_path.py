@@ -1,4 +1,4 @@
-"""Calls like earlier ones, with a framework of the tests' own: which are taken for one, and which are not."""
+"""Which calls the fast path takes for a repetition of an earlier call, and which not. The arrays are of a fake framework."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_arrays_of_another_form(change: str, gpu: Framework) -> None:
         x.device = int(change == "device")
     assert called_anew(gpu, lambda: rawattn.attention(*other))
     assert not called_anew(gpu, lambda: rawattn.attention(*other))
-    if change == "device":  # where another one is current, it is the dispatcher that switches
+    if change == "device":  # if another device is current, only the dispatcher switches devices
         gpu.current = 0
         assert called_anew(gpu, lambda: rawattn.attention(*other))
 

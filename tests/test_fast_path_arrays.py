@@ -1,4 +1,4 @@
-"""Calls like earlier ones whose options are arrays, masks or layouts; and what is read of arrays."""
+"""Repeated calls whose options are arrays, masks or layouts, and what the fast path reads of arrays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_repeated_backward_with_a_bias(gpu: Framework) -> None:
     found = rawattn.attention_backward(*given, bias=bias(1 << 20))
     made = [x.address for x in (*found[:3], found.dbias)]
     assert gpu.launched[-1] == [*(x.address for x in given), 0, 1 << 20, *made]
-    # Gradients of some options, and none of others before them.
+    # Gradients of some options only: want_dbias=False leaves dbias out.
     alone = lambda: rawattn.attention_backward(*given, bias=bias(), want_dbias=False)  # noqa: E731
     known(gpu, alone)
     assert gpu.launched[-1][:8] == [*(x.address for x in given), 0, 1 << 16]
@@ -72,7 +72,7 @@ def test_the_order_in_which_arrays_of_options_are_spelled_does_not_matter(gpu: F
 
 
 def of_mask(monkeypatch: pytest.MonkeyPatch, first: int) -> tuple[rawattn.BlockMask, list[int]]:
-    """A mask whose arrays lie where this test's framework has them, and their addresses."""
+    """A mask with fake arrays of this test's framework, and their addresses."""
     mask = rawattn.block_mask(np.ones((4, 4), bool))
     copies = []
     for n, words in enumerate(mask.arrays):
@@ -114,7 +114,7 @@ def test_arrays_of_options_of_another_form(gpu: Framework) -> None:
     mask = bias()
     mask.dtype = np.dtype(np.bool_)
     assert called_anew(gpu, lambda: rawattn.attention(*arrays(), mask=mask))
-    # Kernels are chosen by where such an array begins within 16 bytes.
+    # The choice of kernels depends on the alignment of such an array to 16 bytes.
     for _ in range(3):
         assert called_anew(gpu, lambda: rawattn.attention(*arrays(), bias=bias((1 << 16) + 4)))
 

@@ -23,7 +23,7 @@ LENS = (70, 3, 0, 129)
 
 
 def verify_both(call: Paged, **options: Any) -> None:
-    """The CPU backend within tolerance, and `reference.paged_attention` as `reference.attention`."""
+    """Checks the CPU backend within tolerance, and that `reference.paged_attention` equals `reference.attention`."""
     given = {**call.lengths, **call.scales, **options, "return_lse": True}
     out, lse = paged_attention(*call.inputs, **given, backend="cpu")
     assert out.dtype == call.q.dtype
@@ -62,7 +62,7 @@ def test_scales_that_overflow_raise_nothing() -> None:
 
 
 def test_one_scale_of_each_kind() -> None:
-    """One side alone has a scale, numbers come in all types, and arrays as views."""
+    """One of k and v alone may have a scale, given as a number of any type or as an array, also a strided view."""
     call = paged(LENS, 16, float8="arrays", heads=(4, 2))
     exact = reference.paged_attention(*call.inputs, **call.lengths, k_scale=2.0)
     for k_scale in (
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_the_largest_number() -> None:
 
 
 def test_plan() -> None:
-    """Arrays of scales are arrays of the call; numbers are those of planning time."""
+    """A plan takes arrays of scales at each call. Scales that are numbers stay as they were when planning."""
     call = paged(LENS, 16, rows=2, dtype=F32, float8="arrays")
     made = rawattn.plan(
         paged_attention, *call.inputs, **call.lengths, **call.scales, return_lse=True, backend="cpu"

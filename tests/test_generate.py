@@ -1,4 +1,4 @@
-"""examples/generate.py: what it computes step by step is what the model computes at once, and its command line."""
+"""examples/generate.py: its steps give what the model computes for the whole text at once; and its command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained(backend: str, path: Path, dtype: str = "float32") -> Any:
     text = np.tile([3, 1, 4, 1, 5, 9, 2, 6], 60)
     model = char_gpt.GPT(len(LETTERS), **SIZES, dtype=dtype, backend="cpu", seed=1)
     list(train.train(model, text, steps=8, batch=4, rate=3e-2))
-    # Weights so large that what attention sees tells in the logits.
+    # Weights this large make the logits depend clearly on the keys that attention sees.
     model.flat += np.random.default_rng(2).normal(0, 0.3, model.flat.size).astype(np.float32)
     char_gpt.save(path / "model.npz", model, LETTERS)
     loaded, letters = char_gpt.load(
@@ -49,11 +49,11 @@ def at_once(model: Any, tokens: list[int]) -> Any:
 def verify(
     model: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, captured: bool
 ) -> None:
-    """Logits of prefill and of all steps are those of the model without a cache."""
+    """Checks that the logits of the prefill and of all steps are those of the model without a cache."""
     count = SIZES["context"] - max(map(len, PROMPTS))
     generation = generate.Generation(model, PROMPTS, count, **options, page_size=4)
     with generation.stream:
-        # NaN in any dtype: what no text has written reaches no logits.
+        # NaN in any dtype: cache slots that no text has written must not reach the logits.
         generation.cache.view(np.uint8)[...] = 255
     generation.prefill()
     if captured:
@@ -74,11 +74,11 @@ def verify(
         [at_once(model, prompt + text[:n]) for prompt, text in zip(PROMPTS, texts, strict=True)]
         for n in range(count)
     ]
-    # In bfloat16 kernels round probabilities differently.
+    # In bfloat16 the kernels round probabilities at different points.
     tolerance = 2e-5 if model.dtype == np.float32 else 0.15
     np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
     assert np.std(wanted) > 1
-    # The tokens are those of these logits: the likeliest.
+    # Each token is the one with the largest logit.
     assert np.argmax(found, axis=2).T.tolist() == texts
 
 
@@ -93,7 +93,7 @@ def test_each_step_is_what_the_model_computes_at_once(
 
 
 class Stream(contextlib.nullcontext[None]):
-    """Instead of CuPy's: what a step does while it captures is undone, and done at each launch."""
+    """Stands for CuPy's stream: a captured step runs, is undone when the capture ends, and runs again at each launch."""
 
     generation: Any
     captured: Any
@@ -113,7 +113,7 @@ class Stream(contextlib.nullcontext[None]):
 
 
 class Product:
-    """Instead of `cupy.ReductionKernel`."""
+    """Stands for `cupy.ReductionKernel`."""
 
     def __init__(self, *expressions: str) -> None:
         assert expressions[2:6] == ("x * w", "a + b", "y = a", "0")
@@ -126,7 +126,7 @@ class Product:
 def test_a_capture_leaves_the_text_as_it_was(
     visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What surrounds the capture, where there is no GPU: NumPy instead of CuPy."""
+    """The code around a capture leaves the text as it was. NumPy stands for CuPy, so this runs without a GPU."""
 
     def planned(verb: Any, *args: Any, **options: Any) -> Any:
         options |= {"backend": "cpu"}
@@ -261,7 +261,7 @@ def test_command(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one; it holds a model and files that are none."""
+    """The working directory of the test. It holds a model and files that are no models."""
     model = trained("cpu", tmp_path)
     (tmp_path / "text.npz").write_text("no weights\n" * 9)
     (tmp_path / "empty.npz").touch()

@@ -50,7 +50,7 @@ FULL = "--exhaustive"
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A little project with this plugin, on a machine that seems to have a GPU."""
+    """A small project with this plugin, on a computer that appears to have a GPU."""
     monkeypatch.setattr(gpu_report, "why_no_gpu", gpu_report.why_no_gpu)
     monkeypatch.setattr(gpu_report, "machine", gpu_report.machine)
     pytester.makeini("[pytest]\ntestpaths = tests")
@@ -209,7 +209,8 @@ def test_hash_sees_what_is_only_named_alike(root: Path, name: str) -> None:
 
 
 def test_nothing_hashed_imports_what_is_not() -> None:
-    """Else a change of the command line or the benches could change what a call does."""
+    """Hashed modules import no module that is not hashed: else a change of the command line or the benches could change what a
+    call does, unnoticed."""
     modules = [name for name in gpu_report.sources() if name.endswith(".py")]
     assert len(modules) > 20
     for name in modules:

@@ -166,7 +166,7 @@ def test_other_keywords_have_no_hint(keyword: str) -> None:
     assert hints.renamed(keyword) is None
 
 
-# Options of calls that this version need not have; the backward's are those of `attention` and these.
+# Arguments that hints name and `attention` does not have.
 OTHER_OPTIONS = {"deterministic", "seqlen_k"}
 
 

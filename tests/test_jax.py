@@ -48,7 +48,7 @@ def test_in_the_middle_of_a_program() -> None:
 
 
 def test_gradient_of_lse_alone() -> None:
-    """With respect to q, it is the mean of the keys, as probable as they are."""
+    """The gradient of lse with respect to q is the mean of the keys, weighted by their probabilities."""
     q, k, v = arrays(1, 9, 2, 16)
 
     def lse(q: Any) -> Any:
@@ -120,7 +120,7 @@ def test_docstrings() -> None:
 
 
 def test_page() -> None:
-    """The Python of docs/frameworks.md about JAX runs."""
+    """The Python blocks about JAX in docs/frameworks.md run."""
     section = re.search(r"^## JAX$(.*?)(?=^## |\Z)", PAGE.read_text("utf-8"), re.M | re.S)
     assert section is not None
     blocks = re.findall(r"^```python\n(.*?)^```$", section[1], re.M | re.S)

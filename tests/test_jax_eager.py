@@ -1,4 +1,4 @@
-"""Calls of `rawattn.attention` on JAX arrays outside of `jit`, as on a GPU: programs of the CPU stand for those."""
+"""Calls of `rawattn.attention` on JAX arrays outside `jit`, as on a GPU: CPU programs stand for the GPU's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ arrays = functools.partial(jax_calls.random_arrays, "cpu")
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The inputs of calls that went the way of a first one: to the dispatcher, or to a program that was looked for."""
+    """Collects the inputs of calls that did not take the fast path: they went to the dispatcher or looked for a program."""
     found: list[Any] = []
     run, program = dispatch.run, eager.attention
 
@@ -53,10 +53,10 @@ def test_a_repeated_call_is_its_program(
 ) -> None:
     q, k, v = arrays(2, 9, 2, 16)
     call = functools.partial(rawattn.attention, return_lse=return_lse, **options)
-    for _ in range(3):  # the first one may find no reader, the second is remembered
+    for _ in range(3):  # the first call may find no reader, the second is remembered
         call(q, k, v)
     count = len(dispatched)
-    # Another shape is JAX's matter.
+    # For another shape JAX compiles its program anew; the call is still known.
     for given in ((k, q, v), (q[:1, :5], k[:1], v[:1])):
         found = call(*given)
         exact = rawattn.attention(*map(np.asarray, given), return_lse=return_lse, **options)

@@ -32,7 +32,7 @@ def test_integers_of_the_host(which: str, wide: bool) -> None:
 
 
 def test_lengths_of_another_library_are_narrowed_with_their_record() -> None:
-    """As those of CuPy's on a GPU."""
+    """Lengths of another library, such as CuPy's on a GPU, are narrowed to 32 bits, and so is their dtype in the record."""
     torch = pytest.importorskip("torch")
     operand = as_jax(torch.tensor([5, 2]))
     assert operand.dtype == np.int32 and operand.tolist() == [5, 2]
@@ -85,7 +85,7 @@ def test_wide_seeds_are_whole_in_the_64_bit_mode() -> None:
 
 
 def forged(dtype: str, rows: int) -> Record:
-    """Of a call whose k is told to have so many rows, and whose lengths are told to be of this dtype."""
+    """A record that claims this number of rows of k and this dtype of the lengths."""
     q = np.ones((2, 9, 2, 16), np.float32)
     k = np.ones((2, rows, 2, 16), np.float32)
     problem, lengths = describe(q, k, k, seqs=rawattn.SeqLayout(seqlen_k=[3, 6]))
@@ -102,7 +102,7 @@ def forged(dtype: str, rows: int) -> Record:
     ],
 )
 def test_a_record_that_is_not_the_programs_is_refused(dtype: str, rows: int, says: str) -> None:
-    """Before anything is read."""
+    """A record that does not fit its program is refused before anything is read."""
     q, lengths = arrays(2, 9, 2, 16)[0], jnp.array([3, 6], "int32")
     call = jax.ffi.ffi_call("rawattn_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
     exact = rawattn.jax.attention(q, q, q, seqs=rawattn.SeqLayout(seqlen_k=[3, 6]))

@@ -1,4 +1,4 @@
-"""`rawattn.jax` on the CPU with lengths that are traced: operands of the call, read when the program runs."""
+"""`rawattn.jax` on the CPU with traced lengths: they are operands of the call, read when the program runs."""
 
 from __future__ import annotations
 

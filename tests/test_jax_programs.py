@@ -56,7 +56,7 @@ def test_the_program_calls_the_handler_and_nothing_on_the_host() -> None:
 
 
 def test_gradients_do_not_depend_on_which_others_were_taken() -> None:
-    """In calls one after the other, and in two layers of one program."""
+    """A gradient is the same whichever others are taken, in successive calls and in two layers of one program."""
     q, k, v = arrays(2, 5, 4, 16)
     options = jnp.ones((4, 5, 5)), jnp.zeros(4)
 
@@ -81,7 +81,7 @@ def test_gradients_do_not_depend_on_which_others_were_taken() -> None:
 
 
 def test_threads_trace_and_run_at_once() -> None:
-    """Each with options of its own, on both sides of the compilation."""
+    """Threads with different options may trace, compile and run at the same time."""
     q, k, v = arrays(2, 33, 4, 16)
     wrong: list[str] = []
     start = threading.Barrier(6)
@@ -150,7 +150,7 @@ def test_a_record_is_what_its_text_says(case: Case, traced: bool) -> None:
 
 
 def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
-    """Nothing that a program needs lies in the process that traced it."""
+    """An exported program needs nothing from the process that traced it."""
     pytest.importorskip("flatbuffers")
     q, k, v = arrays(2, 33, 4, 16)
     program = jax.jit(lambda q, k, v: rawattn.jax.attention(q, k, v, window=(3, 1)))
@@ -208,7 +208,7 @@ with pytest.raises(TypeError, match=r"^k: .*pass jax.device_put.k, device.*jax.s
 
 @pytest.mark.exhaustive
 def test_gradients_are_sharded_as_what_they_are_of() -> None:
-    """On an explicit mesh, where a sharding is part of a type, and where XLA chooses it."""
+    """Gradients have the sharding of their inputs, on an explicit mesh, where it is part of the type, and where XLA chooses it."""
     code = """
 import jax, jax.numpy as jnp, numpy as np, rawattn.jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

@@ -36,7 +36,7 @@ REFUSED = [
 @pytest.mark.parametrize("bad", REFUSED, ids=str)
 @pytest.mark.parametrize("traced", [False, True])
 def test_mistakes_are_refused(bad: Bad, traced: bool) -> None:
-    """As by `rawattn.attention`, while the call is traced."""
+    """Mistakes are refused as by `rawattn.attention`, while the call is traced."""
 
     def call(*, q: Any, k: Any, v: Any, **options: Any) -> Any:
         bound = functools.partial(rawattn.jax.attention, **options)
@@ -86,7 +86,7 @@ def test_traced_options_of_a_wrong_shape_are_refused_by_name(name: str) -> None:
 
 
 def of_traced_lengths(n: Any) -> dict[str, Callable[[], Any]]:
-    """Calls that need the values of n, by the argument that has it."""
+    """Calls that need the value of the traced n, by the argument that it is in."""
     q = np.ones((2, 4, 2, 16), np.float32)
     out, lse = rawattn.attention(q, q, q, return_lse=True)
     seqs, packed = SeqLayout(seqlen_k=n), SeqLayout.from_lengths(n)
@@ -232,7 +232,7 @@ def test_derivatives_that_do_not_exist_are_refused() -> None:
     ],
 )
 def test_gradients_that_would_be_zero_are_refused(name: str, align: str, fix: str) -> None:
-    """Of what an option has as a constant; other gradients stand beside it."""
+    """The gradient of an array that an option holds as a constant is refused, also when other gradients are taken with it."""
     q, x = arrays(1, 9, 2, 16)[0], jnp.ones(2)
 
     def loss(x: Any, q: Any) -> Any:
@@ -274,7 +274,7 @@ def test_errors_of_a_run_reach_the_user(
 
     with monkeypatch.context() as patch:
         patch.setattr(cpu_forward, "forward", fail)
-        # A ValueError where JAX runs the program before the call returns.
+        # JAX raises a ValueError if it runs the program before the call returns.
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=re.escape(code)):
             jax.block_until_ready(program(q))
     assert bool((program(q) == exact).all()), "the call after a failed one is wrong"

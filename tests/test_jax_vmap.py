@@ -1,4 +1,4 @@
-"""`rawattn.jax` under `jax.vmap` on the CPU: what one call after another gives, or a refusal."""
+"""`rawattn.jax` under `jax.vmap` on the CPU gives what separate calls give, or is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_vmap() -> None:
     ids=str,
 )
 def test_vmap_of_padded_batches(lengths: dict[str, Any]) -> None:
-    """Constant lengths are those of each call."""
+    """Lengths that are constants apply to each of the mapped calls."""
     q, k, v = arrays(3, 2, 9, 4, 16)
     seqs = rawattn.SeqLayout(**lengths)
 
@@ -59,7 +59,7 @@ def test_vmap_of_padded_batches(lengths: dict[str, Any]) -> None:
     ids=str,
 )
 def test_vmap_of_options(shapes: dict[str, Any], axes: tuple[Any, ...]) -> None:
-    """What one call after another gives, with gradients of the bias for each call."""
+    """Mapped options give what separate calls give, with a gradient of the bias for each call."""
     q, k, v = arrays(3, 2, 9, 4, 16)
     rng = np.random.default_rng(3)
     given = {
@@ -128,7 +128,7 @@ def test_vmap_of_sink_logits() -> None:
 
 @pytest.mark.parametrize("name", ["sink_logits", "bias", "score_mod"])
 def test_vmap_of_gradients_beside_constants(name: str) -> None:
-    """Which are not mapped, and of which no gradient is taken."""
+    """Gradients can be mapped beside constants, which are neither mapped nor differentiated."""
     q, k, v = arrays(3, 2, 9, 4, 16)
     given: Any = {
         "sink_logits": np.arange(4, dtype=np.float32),
@@ -151,7 +151,7 @@ def test_gradients_of_some_captured_arrays() -> None:
 
 
 def test_constants_have_no_gradients_in_a_program() -> None:
-    """The same array does, where it is differentiated too."""
+    """A program computes the gradient of an option's array only if that array is differentiated."""
     q, k, v = arrays(2, 9, 4, 16)
     bias, logits = jnp.ones((4, 9, 9)), jnp.ones(4)
 

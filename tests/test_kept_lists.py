@@ -1,4 +1,4 @@
-"""Which calls with a mask make lists of its tiles, and which find them: launches are counted, and run nowhere."""
+"""Which calls with a mask make lists of its tiles, and which find kept ones. Launches are counted, not run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEEP = np.random.default_rng(0).random((2, 2, ROWS, KEYS)) < 0.5
 
 
 class Gpu:
-    """Where kernels are launched and do nothing. capturing: whether a graph captures all of its streams."""
+    """A GPU whose kernels do nothing when launched. capturing: whether all its streams are being captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
         machine: Any = SimpleNamespace(wave=32, run=lambda *given, **more: None)
@@ -49,7 +49,7 @@ class Gpu:
         return [self.put(np.zeros(shape, dtype)) for shape in shapes]
 
     def lists(self, call: Callable[[], Any]) -> int:
-        """How many launches of a call make lists. It has others."""
+        """How many launches of a call make lists. The call must launch other kernels too."""
         before = len(self.device.launched)
         call()
         launched = self.device.launched[before:]
@@ -139,7 +139,7 @@ def test_each_stream_has_its_own(gpu: Gpu) -> None:
 
 
 def test_default_streams_of_threads_have_their_own(gpu: Gpu) -> None:
-    """All threads name theirs by one handle; counters are each stream's own too."""
+    """Per-thread default streams, which share a handle, each have their own lists and their own counters."""
     mask, arrays, found = gpu.mask(), gpu.arrays(), []
     gpu.own.current = 2
 
@@ -148,7 +148,7 @@ def test_default_streams_of_threads_have_their_own(gpu: Gpu) -> None:
             found.append(gpu.lists(lambda: rawattn.attention(*arrays, mask=mask)))
 
     work()
-    thread = threading.Thread(target=work)  # while this one is there: its number is not given again
+    thread = threading.Thread(target=work)  # this thread lives on, so its identifier is not reused
     thread.start()
     thread.join()
     assert found == [1, 0, 1, 0]
@@ -202,7 +202,7 @@ def test_pages(gpu: Gpu) -> None:
 
 
 def test_kept_keys_are_gathered_each_time(gpu: Gpu) -> None:
-    """By one launch, which makes the lists too."""
+    """Each call gathers the kept keys by one launch, which also makes the lists."""
     mask, arrays = topk_mask(np.arange(2 * KEYS).reshape(2, 1, 1, KEYS), 40), gpu.arrays()
     mask._copies["", 0] = tuple(map(gpu.put, mask.arrays))
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_no_memory_to_keep(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
     mask, arrays = gpu.mask(), gpu.arrays()
     with monkeypatch.context() as patched:
-        rawattn.attention(*arrays, mask=gpu.mask())  # whose counters are kept from here on
+        rawattn.attention(*arrays, mask=gpu.mask())  # its counters are kept from here on
         patched.setattr(gpu.own, "keep", keep)
         for _ in range(2):
             assert gpu.lists(lambda: rawattn.attention(*arrays, mask=mask)) == 1

@@ -23,7 +23,7 @@ class DriverError(RuntimeError):
 
 
 class Driver:
-    """errors: of the launches to come, in order; then there are none."""
+    """errors: what the next launches return, in order. Later launches succeed."""
 
     def __init__(self) -> None:
         self.errors: list[int] = []

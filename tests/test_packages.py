@@ -1,4 +1,4 @@
-"""Data flows one way between the packages of rawattn: none imports one that imports it, itself or through others."""
+"""Imports between the packages of rawattn have no cycles, direct or through other packages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def package_of(name: str) -> str:
-    """The package in rawattn/, or the module there, that a name belongs to: of what it exports itself "rawattn"."""
+    """The package or module in rawattn/ that a name belongs to; "rawattn" for names that rawattn itself exports."""
     path = ROOT.joinpath(*name.split(".")[:2])
     return path.stem if path.is_dir() or path.with_suffix(".py").exists() else "rawattn"
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Also by functions, and for type checkers."""
+    """What a file imports, including imports in functions and those for type checkers only."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
@@ -34,4 +34,4 @@ def test_packages_import_each_other_one_way() -> None:
         others = {package_of(name) for name in imported(path) if name.split(".")[0] == "rawattn"}
         graph.setdefault(own, set()).update(others - {own})
     assert {"_call", "_kernels"} <= graph["_runtime"]
-    TopologicalSorter(graph).prepare()  # an error that has the packages of a cycle
+    TopologicalSorter(graph).prepare()  # raises an error that names the packages of a cycle

@@ -1,4 +1,4 @@
-"""What an index page and `pip` tell: links, extras, and the hints that name them."""
+"""What a package index and `pip` show: links and extras; and the hints that name extras."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = "https://github.com/rawattn/rawattn"
-# Packages that no module imports: what they are for.
+# Packages that no module imports, and what each is for.
 TOOLS = {
     "nvidia-cuda-nvrtc": "loaded by CuPy",
     "nvidia-cuda-runtime": "its headers are compiled by CuPy",
@@ -121,7 +121,7 @@ def test_hints_name_an_extra_that_exists(project: Any) -> None:
 
 
 def test_no_hint_installs_cupy_alone() -> None:
-    """It would leave out the compiler and the headers."""
+    """No hint tells to install CuPy alone, which would leave out the compiler and the headers."""
     hints = []
     for path in sorted((ROOT / "rawattn").rglob("*.py")):
         hints += re.findall(r"pip install (?:--\S+ )*[\"']?(\S+)", path.read_text("utf-8"))

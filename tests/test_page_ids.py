@@ -1,4 +1,4 @@
-"""Which pages the CPU gathers: those that some row sees through the window and its sinks, and no other. Slots of new rows."""
+"""The CPU gathers the pages that some row sees through the window and the sinks, and no others. Slots of new rows."""
 
 from __future__ import annotations
 

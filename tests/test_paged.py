@@ -1,4 +1,4 @@
-"""`paged_attention` on the CPU and the reference: pages of any size and order, and what no page may say."""
+"""`paged_attention` on the CPU and in the reference: pages of any size and order, and entries that are never read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
 
 def verify_both(call: Paged, **options: Any) -> None:
-    """The CPU backend within tolerance, and `reference.paged_attention` to the last bits of `reference.attention`."""
+    """Checks the CPU backend within tolerance, and that `reference.paged_attention` equals `reference.attention` exactly."""
     out, lse = paged_attention(
         *call.inputs, **call.lengths, **options, return_lse=True, backend="cpu"
     )
@@ -108,7 +108,8 @@ def test_entries_past_the_last_page_hold_anything(junk: int) -> None:
 
 
 def test_pages_behind_the_window_are_the_sequences_no_more() -> None:
-    """Their entries are junk, also under `validate`; those of sink tokens and of the window are not."""
+    """Pages behind the window may be freed: their entries may be junk, also under `validate`. Entries of sinks and of the window
+    may not."""
     call = paged((150, 75), 16, rows=2)
     table = call.block_table.copy()
     freed = table[0, 1:7].copy(), table[1, 1:2].copy()
@@ -130,7 +131,7 @@ def test_pages_behind_the_window_are_the_sequences_no_more() -> None:
 
 
 def test_one_list_of_everything() -> None:
-    """Integers as lists, of a pool whose pages are tokens."""
+    """All integers may be lists, with a pool of pages of one token."""
     pool = normal(9, 1, 1, 8)
     q = normal(2, 1, 3, 8)
     table = [[4, 2, 8], [1, 0, 0]]
@@ -191,7 +192,7 @@ def test_torch_tensors() -> None:
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_plan(pair: bool) -> None:
-    """Calls take other pools and other page ids; lengths of the host are those of planning time."""
+    """A planned call may have other pools and other page ids. Lengths on the host stay as they were when planning."""
     call = paged(LENS, 16, rows=2, pair=pair, dtype=F32)
     made = rawattn.plan(
         paged_attention, *call.inputs, **call.lengths, causal=True, return_lse=True, backend="cpu"
@@ -211,7 +212,7 @@ def test_plan(pair: bool) -> None:
 
 
 def test_a_maximum_of_keys_is_none_of_query_rows() -> None:
-    """Though it would be, where the starts of q are those of k too."""
+    """max_seqlen_k does not bound the rows of q here. It would if the starts of q were those of k too."""
     call = paged((4,), 4, group=True, rows=(17,), dtype=F32)
     starts = call.seqs.seqstart_q
     seqs = rawattn.SeqLayout(seqstart_q=starts, seqlen_q=call.seqs.seqlen_q, max_seqlen_k=4)
@@ -223,7 +224,7 @@ def test_a_maximum_of_keys_is_none_of_query_rows() -> None:
 
 
 def test_rows_of_a_table_in_a_list() -> None:
-    """Arrays among them; and no row at all."""
+    """A block table may be a list of rows, each an array or a list, also a list without rows."""
     call = two_sequences()
     expected = paged_attention(**call, backend="cpu")
     for rows in ([*call["block_table"]], call["block_table"].tolist()):
@@ -253,7 +254,7 @@ def test_a_call_like_an_earlier_one_has_lengths_and_pages_of_its_own() -> None:
 
 
 def test_a_mask_of_kept_keys() -> None:
-    """Elsewhere such keys are gathered, by their indices in an array of all keys."""
+    """A mask of kept keys works on pages, where keys are not gathered: its indices are positions among all keys."""
     call = paged((150, 160), 16, rows=9)
     mask = rawattn.topk_mask(normal(2, 1, 1, 160), 32)
     out, lse = paged_attention(

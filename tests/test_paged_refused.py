@@ -87,7 +87,7 @@ def test_mistakes_are_refused(change: dict[str, Any], error: type[Exception], sa
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_ids_are_refused_where_a_row_reads_their_page(pair: bool) -> None:
-    """Key by key."""
+    """A page id is refused exactly where a row reads its page, as a loop over the keys finds."""
     rng = np.random.default_rng(pair)
     refused = 0
     for _ in range(300):
@@ -104,7 +104,7 @@ def test_ids_are_refused_where_a_row_reads_their_page(pair: bool) -> None:
         expected = False
         for b, n in enumerate(keys):
             page = np.arange(n) // size
-            # Pages are read whole, from the first row's first key on.
+            # Pages are read whole, from the first key that the first row sees.
             last = np.minimum((page + 1) * size, n) - 1
             read = (last >= n - rows - left) | (page * size < sink)
             expected |= bool(rows and ((ids[b][page] < 0) | (ids[b][page] > 7))[read].any())

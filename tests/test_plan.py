@@ -1,4 +1,4 @@
-"""Plans on the CPU: an ordinary call with the options of planning time."""
+"""Plans on the CPU: a planned call is an ordinary call with the options of planning time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_arrays_are_like_those_of_planning_time() -> None:
 
 
 def test_all_arrays_are_given_by_their_names() -> None:
-    """The forward's out is an array that its backward reads; a score function's arrays have names of their own."""
+    """All arrays can be given by name: those of a score function by the names in it, and the forward's out as `out` of the
+    backward, which reads it."""
     q, k, v = arrays(1, 5, 2, 8)
     slopes = rawattn.ScoreMod("score + slope[head] * kv_idx", slope=np.ones(2, np.float32))
     mask = rawattn.block_mask(np.tri(5, dtype=bool))
@@ -126,7 +127,7 @@ def test_integers_of_the_host_may_be_given_again(pair: bool) -> None:
     else:
         with pytest.raises(ValueError, match=r"^block_table's indptr: got other values than when"):
             made(q, pages, pages, ([0, 1, 3], [1, 0, 0]))
-    for far in (2**32, -(2**32)):  # which int32 would make page 0 of
+    for far in (2**32, -(2**32)):  # int32 would wrap both to page 0
         listed: Any = ([0, 2, 3], [1, far, 0]) if pair else [[1, far], [0, -1]]
         with pytest.raises(
             ValueError, match=rf"^block_table: got page id {far}, expected .* int32"
@@ -135,7 +136,7 @@ def test_integers_of_the_host_may_be_given_again(pair: bool) -> None:
 
 
 class Machine:
-    """GPUs that a plan is made on, and what is launched there. `Native` of NumPy arrays, which stand for CuPy's."""
+    """Records the GPU that a plan is made on and the addresses that it launches with. NumPy arrays stand for CuPy's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int = 0) -> None:
         self.device, self.current = device, [0]
@@ -200,7 +201,7 @@ class Machine:
 def test_planning_is_done_on_the_gpu_of_the_arrays(
     device: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where another one is current: kernels are loaded and memory is allocated on the current one."""
+    """Planning switches to the GPU of the arrays, because kernels are loaded and memory is allocated on the current GPU."""
     machine = Machine(monkeypatch, device)
     plan(attention, *arrays(1, 5, 2, 8))
     assert machine.planned_on == [device]
@@ -208,14 +209,14 @@ def test_planning_is_done_on_the_gpu_of_the_arrays(
 
 
 def aligned(shape: tuple[int, ...], past: int = 0) -> np.ndarray:
-    """Zeros that begin so many bytes past a multiple of 16."""
+    """Zeros that begin `past` bytes behind a multiple of 16."""
     room = np.zeros(int(np.prod(shape)) * 4 + 32, np.uint8)
     begin = -room.ctypes.data % 16 + past
     return room[begin : begin + int(np.prod(shape)) * 4].view(np.float32).reshape(shape)
 
 
 def test_arrays_of_options_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They follow q, k and v, by name or the planned ones; behind the results comes the number of a seed."""
+    """Arrays of options, planned or given by name, are launched after q, k and v. The seed comes last, after the results."""
     machine = Machine(monkeypatch)
     q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
     bias, sinks = aligned((1, 1, 5, 5), 4), aligned((2,))
@@ -238,7 +239,7 @@ def test_arrays_of_options_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls of plans that are not made from addresses alone."""
+    """Collects the calls of plans that do not take the fast path."""
     found: list[Any] = []
     call = planned.GpuPlan.__call__
 
@@ -285,7 +286,7 @@ def test_a_planned_backward_with_a_bias_and_without_dlse(
 
 
 def test_a_misaligned_array_beside_a_misaligned_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All arrays together begin as at planning time, but another one is the cause of it."""
+    """A misaligned q is refused beside a misaligned bias, though all addresses or-ed together align as planned."""
     machine = Machine(monkeypatch)
     q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
     made = plan(attention, q, k, v, bias=aligned((1, 1, 5, 5), 8))
@@ -301,7 +302,7 @@ def test_a_misaligned_array_beside_a_misaligned_bias(monkeypatch: pytest.MonkeyP
 def test_named_arrays_take_the_short_way(
     long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second call on that names the same ones."""
+    """Calls with named arrays take the fast path from the second call on that names the same arguments."""
     machine = Machine(monkeypatch)
     q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
     bias, sinks = aligned((1, 1, 5, 5)), aligned((2,))
@@ -349,7 +350,7 @@ def test_named_gradients_take_the_short_way(
     assert machine.launched.pop()[7:10] == [own[0], machine.address(dq), own[2]]
     for _ in range(2):
         for named in ({"lse": given[5], "out": given[4]}, {"out": given[4], "lse": given[5]}):
-            made(*given[:4], **named)  # the forward's out, which its backward reads
+            made(*given[:4], **named)  # `out` is the forward's result here, which the backward reads
             assert machine.launched.pop()[:6] == [*map(machine.address, given)]
 
 

@@ -186,7 +186,7 @@ def test_a_total_past_int32_is_legal() -> None:
 
 
 def test_describe_is_fast() -> None:
-    """Beside the making of what it returns: a limit in seconds would be one of the machine."""
+    """`describe` takes less than three times as long as making its result. A limit in seconds would depend on the computer."""
     given = arrays(BATCH, BFLOAT16)
     made, _ = describe(**given, causal=True)
     best = [math.inf, math.inf]

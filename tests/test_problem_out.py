@@ -26,7 +26,7 @@ def named() -> dict[str, np.ndarray]:
 
 
 class OnDevice:
-    """Stands for a CuPy array: an address that nobody may read."""
+    """Stands for a CuPy array: its address must not be read."""
 
     def __init__(self, like: np.ndarray, address: int) -> None:
         self.shape, self.strides, self.dtype, self.flags = (

@@ -11,7 +11,7 @@ import pytest
 from rawattn._call.problem import describe
 from tests.problems import BATCH, BFLOAT16, INT32_MAX, PACKED, arrays, problem
 
-# Each row: id, shapes changed, error, what the message says in this order (name, got, accepted).
+# Each row: test id, changed shapes, pattern of the message (name, got, accepted, in this order).
 BAD_SHAPES: list[tuple[str, dict[str, tuple[int, ...]], str]] = [
     ("q-two-axes", {"q": (5, 8)}, r"q: .*\(5, 8\).*\(batch, seqlen_q.*\(total_q"),
     ("q-five-axes", {"q": (1, 3, 5, 4, 8)}, r"q: .*\(1, 3, 5, 4, 8\).*\(batch, seqlen_q"),

@@ -1,4 +1,4 @@
-"""Which calls are the same one to all that is kept from call to call."""
+"""Which calls count as the same call for whatever is kept between calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rawattn._runtime.verbs import FORWARD
 
 
 def test_calls_that_differ_in_a_type_alone_share_nothing() -> None:
-    """A call that was refused must be refused after one like it was accepted."""
+    """A call that is refused must still be refused after an equal call of other types was accepted."""
     usual = structural(Options(sink=0, window=(1, 2)))
     assert structural(Options(sink=0, window=(1, 2))) == usual
     for other in (
@@ -23,7 +23,7 @@ def test_calls_that_differ_in_a_type_alone_share_nothing() -> None:
 
 
 def test_the_values_of_options_arrays_tell_no_calls_apart() -> None:
-    """They are data: another array of the same form is the same call."""
+    """The values of arrays of options are data: another array of the same form makes the same call."""
     first, second = (with_arrays(FORWARD, Options(bias=np.full((5, 7), x))) for x in (0.0, 1.0))
     assert structural(first.options) == structural(second.options)
     assert first.verb is second.verb

@@ -1,4 +1,4 @@
-"""bench/random_shapes.py: what it draws, and what it says of times."""
+"""bench/random_shapes.py: the shapes that it draws and the summary of times that it prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rawattn._bench.grids import CUDNN
 
 @pytest.mark.parametrize("keys", random_shapes.KEYS)
 def test_what_is_drawn(keys: str) -> None:
-    """As many of each length's magnitude, within the limits, and again the same."""
+    """Shapes are within the limits, have short and long lengths alike, and are the same for the same seed."""
     shapes, again = (
         [random_shapes.draw(source, keys) for _ in range(200)]
         for source in (random.Random(3), random.Random(3))

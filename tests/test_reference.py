@@ -23,7 +23,7 @@ from tests.reference_rules import (
 
 
 def visible_in_reference(seqlen_q: int, seqlen_k: int, **options: Any) -> np.ndarray:
-    """With equal scores and v the identity, out is 1 / (number of keys seen) where seen."""
+    """Which keys each row sees. With equal scores and v the identity, out is 1 / (number of visible keys) at visible keys."""
     q, k = np.zeros((1, seqlen_q, 1, 1)), np.zeros((1, seqlen_k, 1, 1))
     v = np.eye(seqlen_k).reshape(1, seqlen_k, 1, seqlen_k)
     out, lse = reference.attention(q, k, v, **options, return_lse=True)
@@ -40,7 +40,7 @@ def visible_in_reference(seqlen_q: int, seqlen_k: int, **options: Any) -> np.nda
         ((5, 8), "top-left", (0, 3), 2, [4, 5, 6, 6, 6]),
         ((5, 8), "bottom-right", (1, 0), 2, [4, 4, 4, 4, 4]),
         ((6, 6), "bottom-right", (2, 0), 2, [1, 2, 3, 4, 5, 5]),
-        # More queries than keys: sinks are there for late rows too.
+        # More queries than keys: late rows see the sinks too.
         ((16, 8), "bottom-right", (1, 0), 2, [0] * 8 + [1, 2, 3] + [4] * 5),
         ((3, 5), "bottom-right", (None, 0), 0, [3, 4, 5]),
         ((3, 5), "top-left", (None, 0), 0, [1, 2, 3]),
@@ -249,7 +249,8 @@ def test_backward_refuses_wrong_shapes(name) -> None:
 
 
 def test_it_takes_the_options_of_the_product() -> None:
-    """One dict of options serves both: backend changes nothing, and arrays to write are written but for their padding."""
+    """The reference takes the options of `rawattn`'s own calls: backend changes nothing, and given arrays are written, except their
+    padding."""
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 2, 5, 2, 8))
     bias = rng.standard_normal((5, 5))
@@ -290,7 +291,7 @@ def test_arrays_to_write_that_are_refused() -> None:
 
 
 def test_gradients_into_one_array_are_refused() -> None:
-    """The later one would overwrite the other."""
+    """Two gradients into one array are refused: one would overwrite the other."""
     q = np.ones((1, 3, 2, 4))
     out, lse = reference.attention(q, q, q, return_lse=True)
     rows = np.zeros((4, 3, 2, 4))
@@ -302,7 +303,7 @@ def test_gradients_into_one_array_are_refused() -> None:
 
 
 def test_masked_arrays_are_refused() -> None:
-    """As `rawattn.attention` does: their masks would be ignored."""
+    """Masked arrays are refused, as by `rawattn.attention`: their masks would be ignored."""
     q = np.ones((1, 3, 2, 4))
     with pytest.raises(TypeError, match=r"^k: got a masked array"):
         reference.attention(q, np.ma.masked_array(q), q)

@@ -34,7 +34,7 @@ def test_philox_known_answers() -> None:
 
 
 def test_random_bits_are_those_of_the_definition() -> None:
-    """docs/notes/dropout.md, one element at a time."""
+    """The random bits follow the definition in docs/notes/dropout.md, element by element."""
     seed, batch, head = 0x0123_4567_89AB_CDEF, 3, 5
     rows, keys = np.array([0, 1, 7, 8, 9, 15, 16, 40, 100_003]), np.arange(3, 45)
     bits = _philox.random16(seed, batch, head, rows, keys)
@@ -46,7 +46,7 @@ def test_random_bits_are_those_of_the_definition() -> None:
 
 
 def test_every_pair_has_bits_of_its_own() -> None:
-    """Each call of the generator serves 8 pairs, no two of them the same bits."""
+    """Each call of the generator serves 8 pairs of a row and a key, and no two pairs have the same bits."""
     found: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
     for row, key in itertools.product(range(48), range(48)):
         call = (4 * (key // 16) + key % 8 // 2, 8 * (row // 16) + row % 8)
@@ -62,7 +62,7 @@ def test_kept_share(p) -> None:
     kept = _philox.kept(42, p, 1, 2, np.arange(n), np.arange(n))
     deviation = math.sqrt(p * (1 - p)) / n
     assert abs(kept.mean() - (1 - p)) <= 5 * deviation + 2**-17
-    for axis in (0, 1):  # every row and every key is like the others
+    for axis in (0, 1):  # every row and every key keeps the same share
         share = kept.mean(axis=axis)
         assert abs(share - (1 - p)).max() <= 6 * math.sqrt(p * (1 - p) / n) + 2**-17
 

@@ -24,7 +24,7 @@ from tests.reference_rules import (
 def check_gradients(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Options, *, with_dlse: bool = True
 ) -> Any:
-    """Directional derivatives of <dout, out> + <dlse, lse> for every input that has a gradient."""
+    """Checks gradients against directional derivatives of <dout, out> + <dlse, lse>, for every input that has one."""
     out, lse = reference.attention(q, k, v, **options, return_lse=True)
     dout = draw(*out.shape, seed=7)
     dlse = draw(*lse.shape, seed=8) if with_dlse else None
@@ -130,7 +130,7 @@ def test_bias_of_every_shape(shape) -> None:
     np.testing.assert_array_equal(out, expected[0])
     np.testing.assert_array_equal(lse, expected[1])
 
-    # What a mask of this shape keeps is what an infinitely low bias of it leaves.
+    # A mask of this shape gives the same result as a bias of -inf where the mask is False.
     mask = np.asarray(bias > -0.3)
     np.testing.assert_array_equal(
         reference.attention(q, k, v, mask=mask),
@@ -172,7 +172,7 @@ def test_dbias_only_where_wanted() -> None:
 
 
 def test_gradients_of_part_of_the_keys() -> None:
-    """With the out and lse of all keys, the gradients of two halves of them add up."""
+    """The gradients of two halves of the keys, with the out and lse of all keys, add up to the whole gradients."""
     q, k, v = arrays_of()
     out, lse = reference.attention(q, k, v, return_lse=True)
     dout = draw(*out.shape, seed=7)

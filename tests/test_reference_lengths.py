@@ -1,4 +1,4 @@
-"""The reference on ragged and padded batches: each sequence as if it were alone."""
+"""The reference on ragged and padded batches computes each sequence as if it were alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The language of score functions: what it takes, what it gives on host and device, and its derivatives."""
+"""The language of score functions: what it accepts, its values on host and device, and its derivatives."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_derivatives_by_differences(dice: random.Random) -> None:
         return numpy_eval.evaluate(mod.text, score, *where, {**arrays, **changed}, mod.scalars)
 
     def check(found: np.ndarray, ahead: Any) -> None:
-        """`ahead(step)`: the values that far ahead. Two steps that disagree span a kink."""
+        """`ahead(step)`: the values at that distance. Where two steps give different slopes, a kink lies between."""
         far, near = ((ahead(h) - ahead(-h)) / (2 * h) for h in (4e-6, 1e-6))
         scale = 1 + np.abs(found) + np.abs(ahead(0))
         smooth = np.abs(far - near) < 1e-7 * scale

@@ -1,4 +1,4 @@
-"""Which score texts add what grows evenly from key to key, and what that is."""
+"""Which score texts add a term that is linear in the key index, and the slope of that term."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARRAYS = {
     "row": np.linspace(-1, 1, 9, dtype=np.float32),
     "start": np.int32([3, 5]),
 }
-# By whether a text is a line without a causal mask too.
+# Each text is such a line. The flag says whether it is one without a causal mask too.
 LINES = {
     "score": True,
     "score + 2.0": True,

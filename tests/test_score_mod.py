@@ -1,4 +1,4 @@
-"""ScoreMod: what it is made of, what it refuses, and its gradients in the reference."""
+"""ScoreMod: its text and arrays, what it refuses, and its gradients in the reference."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_number_may_be_infinite_and_is_rounded_to_float32() -> None:
 
 @pytest.mark.parametrize("dtype", [">f4", ">f2", ">i4", ">i8"])
 def test_another_order_of_bytes_is_refused_where_it_is_captured(dtype: str) -> None:
-    """An equal text with an array of the same name of dtype was called before."""
+    """An array in another byte order is refused, also after an equal text with an array whose dtype has the same name."""
     native = ScoreMod("score + x[head]", x=np.ones(2, np.dtype(dtype).newbyteorder("=")))
     assert len(native.arrays) == 1
     says = rf"^x: got dtype {dtype}, which is not in this machine's byte order; pass x\.astype"
@@ -251,7 +251,7 @@ def test_public_name() -> None:
 def gradients_of(
     text: str, wrt: tuple[str, ...], options: dict[str, Any], **captured: Any
 ) -> tuple[Any, Any]:
-    """What the reference says, and directional derivatives by central differences, of each array in wrt and of q."""
+    """For q and each array in wrt: the reference's directional derivative, and the one by central differences."""
     if "seqs" in options:
         q, k, v = draw(16, 4, 3), draw(25, 2, 3, seed=1), draw(25, 2, 6, seed=2)
     else:
@@ -351,7 +351,7 @@ def test_minus_infinity_hides_a_key() -> None:
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_are_score_functions_of_their_own(again: Callable[[Any], Any]) -> None:
-    """As of a model that holds one: what identifies it to torch.compile is not shared, since the array is not."""
+    """A copy, as of a model that holds a score function, has its own array, so it has its own identity for torch.compile too."""
     slopes = np.arange(3, dtype=np.float32)
     text = "where(on, score * w + slope[head] * n, score)"
     made = ScoreMod(text, slope=slopes, w=0.25, n=3, on=True, wrt="slope")

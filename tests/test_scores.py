@@ -12,7 +12,7 @@ from tests.score_cases import curated_scores, random_score_case
 
 NUMPY = NumPy()
 CASES = curated_scores()
-# Of cases that differ in the dtype or the head dim alone, the CPU backend's ways are the same.
+# One case for all that differ in the dtype or the head dim alone: the CPU backend treats these alike.
 COMMON = exhaustive.mark(CASES, lambda case: {(case.score_options, case.group), case.name.split("-")[0],
     *(("bias", case.bias.values, case.bias.layout) for _ in "x" if case.bias),
     *(("mask", case.mask.values, case.mask.layout) for _ in "x" if case.mask)})  # fmt: skip
@@ -41,5 +41,5 @@ def test_random(seed: int) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_nothing_is_skipped(backend: str, verb: str) -> None:
-    """A test of an option that a backend lacks would be skipped."""
+    """No backend lacks an option: tests of that option would be skipped."""
     assert not lacking(backend, verb)

@@ -69,7 +69,7 @@ def test_captured_float64_is_for_the_reference_alone(
 def test_a_text_in_cuda_without_a_backward_has_no_gradient(
     nothing_computed: None, call: Callable[..., Any]
 ) -> None:
-    """Said where the gradient is asked for, also on the CPU, where the text could not run either."""
+    """The error comes from the call that asks for the gradient, also on the CPU, where the text could not run anyway."""
     mod = ScoreMod("score *= 2;", language="cuda")
     with pytest.raises(
         NotImplementedError, match=r"^score_mod: got a text .*no backward.*`dscore`"
@@ -91,7 +91,8 @@ def test_a_text_in_cuda_needs_a_gpu(call: Callable[..., Any]) -> None:
 
 
 def test_an_error_in_a_text_in_cuda_is_told_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's log as NVRTC writes it: the user's lines have the name of the argument instead of a file's."""
+    """An error in the compiler's log is reported for the user's text. In NVRTC's log that text has the name of the argument in
+    place of a file."""
     log = 'score_mod(2): error: identifier "foo" is undefined\n\nkernel.cu(7): error: no'
 
     def refuse(source: Any, device: int) -> Any:

@@ -1,4 +1,4 @@
-"""Options in the signatures of the public functions: all of them, with the types and defaults that they have."""
+"""The signatures of the public functions show all options, with their types and defaults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_option_is_shown(function: Callable[..., Any]) -> None:
         assert shown.default == getattr(DEFAULTS, name)
         assert shown.annotation == annotation.__forward_arg__
     assert not any(x.kind is x.VAR_KEYWORD for x in parameters.values())
-    # Those of the function itself come behind them.
+    # The function's own parameters come after the options.
     own = [name for name in parameters if name not in Options._fields]
     behind = list(parameters)[-1]
     assert behind in own

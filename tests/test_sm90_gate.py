@@ -170,8 +170,8 @@ def test_machine_code(source: compiler.Source) -> None:
     if tool is None:
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
     tile_k = int(re.search(r"kTileK = (\d+)", source.text)[1])  # type: ignore[index]
-    # How many exponentials may come before the wait for P V. With a bias exponents are multiplied once more, and dropout generates
-# random bits: the compiler overlaps that work with the first exponentials.
+    # How many exponentials may come before the wait for P V. With a bias exponents are multiplied once more, and dropout
+    # generates random bits: the compiler overlaps that work with the first exponentials.
     words = source.summary.split()
     early = tile_k // 6 if "dropout" in words else tile_k // 8 if "bias" in words else 4
     assert gate.schedule_fault(cubin.image, tile_k, tool, early) == ""

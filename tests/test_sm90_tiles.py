@@ -71,7 +71,7 @@ def tile(
     operands: Operands = NO_OPERANDS,
     **scores: Any,
 ) -> str:
-    """The tile that a call on an H200 takes: blocks that share an SM, consumers x keys, and "shared" if stream-K splits tiles."""
+    """The tile that a call on an H200 takes: blocks that share an SM, consumers x keys, "shared" if stream-K splits tiles."""
     pages = -(-keys // page_size) if page_size else 0
     form = PageForm(page_size, batch * pages, pages, False, "int32") if page_size else None
     problem = Problem(

@@ -109,7 +109,7 @@ def test_memory_is_that_of_all_pieces() -> None:
 
 @pytest.mark.parametrize("family", [forward, decode])
 def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> None:
-    """The error names num_splits and the bytes that are missing room. There are never fewer pieces than asked for."""
+    """The error names num_splits and the bytes that it would take. A given number of pieces is never reduced."""
     rows = 1 if family is decode else 8192
     q, k = Like(64, rows, 8, 128), Like(64, 1 << 17, 8, 128)
     shapes = {"q": q.shape, "out": q.shape, "k": k.shape, "v": k.shape}

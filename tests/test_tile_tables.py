@@ -1,4 +1,4 @@
-"""Tile tables as data, and other tables instead of them for a while."""
+"""Tile tables as data, and temporary replacements of them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_file_without_the_tables_is_named(tile_tables: Path, text: str):
         _tiles.table("sm90_forward", "any")
 
 
-# Another table for a while
+# Temporary replacements of tables, and the choices that follow
 
 
 def test_using_tiles_replaces_one_table_and_is_undone():
@@ -108,7 +108,7 @@ def test_using_tiles_replaces_one_table_and_is_undone():
 
 
 class FakeArrays:
-    """What the dispatcher asks of a framework, without one."""
+    """Implements what the dispatcher calls on a framework, without arrays."""
 
     def read(self, arrays: Sequence[Any], required: int) -> Read:
         form = ((1, 4, 1, 8), (64, 16, 16, 2), np.dtype(np.float16), 0)
@@ -181,7 +181,7 @@ def test_clusters_where_every_block_has_queries():
     "seqlens", [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000), (9, 2**29)]
 )
 def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
-    """Pieces as attn/schedule/stream_k.cuh cuts them meet every key tile once, in the slots there are."""
+    """Stream-K's pieces, cut as in attn/schedule/stream_k.cuh, cover every key tile once, in the slots that there are."""
     for heads, headdim in itertools.product((1, 3, 40, 131), (64, 128, 256)):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, heads, headdim)) for rows in seqlens)
         problem, _ = describe(q, k, k)
@@ -262,8 +262,8 @@ def test_what_tma_stores():
 
     assert stores()
     assert not stores(packed=False)  # nothing to gain
-    assert not stores(headdim_v=20)  # rows that are no multiples of 16 bytes
-    assert not stores(headdim=256)  # no room
+    assert not stores(headdim_v=20)  # rows are no multiples of 16 bytes
+    assert not stores(headdim=256)  # no room in shared memory
     assert not stores(headdim=64, headdim_v=64, seqlen=sm90_forward.LONG_SEQLEN)
     with tensor_stores():
         assert stores(headdim=64, headdim_v=64, seqlen=sm90_forward.LONG_SEQLEN)

@@ -1,4 +1,4 @@
-"""The yardstick itself: it must pass what is good, and must not pass anything else."""
+"""The tolerance checks accept good results and refuse all others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_errors_beyond_twice_are_refused(dtype: object) -> None:
     one[1, 3, 0, 5] = exact[1, 3, 0, 5] + 2.1 * error + 40 * float(ml_dtypes.finfo(dtype).eps)
     with pytest.raises(AssertionError, match=r"out: largest error .*first at \(1, 3, 0, 5\)"):
         check(one.astype(dtype), exact, (low,), what="out")
-    # Everywhere a little too large: the largest error alone would not tell.
+    # Every element is a little too large: the largest error alone would not show it.
     rms = np.sqrt(np.mean((low - exact) ** 2))
     with pytest.raises(AssertionError, match="root-mean-square error"):
         check((exact + 4 * rms).astype(np.float32), exact, (low,), floor=0.0)
@@ -57,7 +57,7 @@ def test_nan_and_infinity_are_refused() -> None:
                 [1.0, -np.inf, np.inf], [-np.inf, -np.inf, 2.0]):  # fmt: skip
         with pytest.raises(AssertionError, match="NaN or infinity"):
             check(np.array(got), exact, (exact,))
-    # An expectation that would let anything pass is itself refused.
+    # Expected values that would accept any result are refused.
     with pytest.raises(AssertionError, match="the expected values hold NaN"):
         check(exact, np.array([1.0, -np.inf, np.nan]), (exact,))
     with pytest.raises(AssertionError, match="low precision overflows"):

@@ -101,7 +101,8 @@ def test_examples(name: str) -> None:
 
 @pytest.mark.parametrize("n", range(5))
 def test_documentation(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block after those before it. What is compiled is traced, but not by inductor, which test_torch_compile has."""
+    """The blocks of the documentation run one after the other. torch.compile traces without inductor here: test_torch_compile
+    covers that."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     blocks = torch_calls.documentation()
     assert len(blocks) == 5

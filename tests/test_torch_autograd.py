@@ -1,4 +1,4 @@
-"""`rawattn.torch.attention` under autograd on the host: which gradients, what is kept for them, what may happen to it."""
+"""`rawattn.torch.attention` under autograd on the host: its gradients, the tensors saved for them, changes to those tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _forget_compiled() -> None:
     ids=str,
 )
 def test_gradcheck(options: dict[str, Any]) -> None:
-    """Float32 differs by 1e-7 of a value near 1, so a step of 1e-2 leaves 1e-5 of a derivative, and a step of 1e-2
-    squared is as much again: 1e-3 is far from both, and a wrong factor or a lost term is far from it."""
+    """gradcheck passes with a step of 1e-2 and a tolerance of 1e-3. Float32 rounds values near 1 by 1e-7, which is 1e-5 of a
+    derivative at this step, and the term of second order adds about as much. A wrong factor or a lost term is far above 1e-3."""
     q, k, v = leaves(*(torch.randn(2, n, h, 4) / 2 for n, h in ((5, 2), (7, 1), (7, 1))))
 
     def run(q, k, v):
@@ -52,7 +52,7 @@ def test_gradcheck(options: dict[str, Any]) -> None:
 
 
 def test_lse_alone() -> None:
-    """The gradient of lse with respect to q is the mean of the keys, as probable as they are."""
+    """The gradient of lse with respect to q is the mean of the keys, weighted by their probabilities."""
     q, k, v = leaves(*random("cpu", heads_kv=4))
     _, lse = attention(q, k, v, scale=1.0, return_lse=True)
     lse.sum().backward()
@@ -62,7 +62,7 @@ def test_lse_alone() -> None:
 
 
 def test_gradient_of_a_sum() -> None:
-    """Its dout is one number, seen through strides of 0."""
+    """The gradient of a sum is right: its dout is one number, expanded with strides of 0."""
     q, k, v = leaves(*random("cpu", heads_kv=4))
     attention(q, k, v).sum().backward()
     torch.testing.assert_close(v.grad.sum(1), torch.full((2, 4, 32), 33.0))
@@ -120,7 +120,8 @@ _TWICE: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("loss", _TWICE)
 @pytest.mark.parametrize("wanted", ["q", "earlier", "bias", "v"])
 def test_second_derivatives_are_no_zeros(loss: str, wanted: str) -> None:
-    """Whichever way leads to the gradient: also that of a penalty with respect to what lies before the call."""
+    """A second derivative is refused, not zero, on whichever path it runs: also that of a gradient penalty with respect to a
+    tensor before the call."""
     q, k, v = random("cpu", rows=9, heads_kv=4)
     earlier, bias = torch.eye(32), torch.zeros(9, 9)
     given = {"q": q, "earlier": earlier, "bias": bias, "v": v}
@@ -173,7 +174,7 @@ def test_nothing_is_kept_where_nothing_is_recorded(mode: Any) -> None:
 
 
 def test_saved_tensors_may_be_kept_elsewhere() -> None:
-    """The backward works on what the hooks give back, not on what the forward had."""
+    """The backward uses the tensors that saved-tensor hooks return, not those of the forward."""
     exact = gradients(attention, *random("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: x.numpy(force=True).copy(), torch.from_numpy
@@ -224,7 +225,7 @@ def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_plain_call_sees_nothing_that_is_recorded(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would refuse: its result has no gradient."""
+    """The plain call gets no tensors that autograd records: it would refuse them, because its result has no gradient."""
     made = []
 
     def watched(function: Any) -> Any:
@@ -244,7 +245,7 @@ def test_the_plain_call_sees_nothing_that_is_recorded(
         "operator": lambda *x: ops.run(*x, ops.Layout(), no_options)[0],
         "compiled": torch.compile(attention, fullgraph=True, backend="aot_eager"),
     }[way]
-    for create_graph in (False, way != "compiled"):  # torch refuses it after the other one there
+    for create_graph in (False, way != "compiled"):  # compiled, torch refuses it after the other one
         q, k, v = leaves(*random("cpu"))
         torch.autograd.grad(run(q, k, v).square().sum(), q, create_graph=create_graph)
         run(q.detach(), k.detach(), v.detach())

@@ -63,7 +63,7 @@ def test_options_that_a_compiled_function_refuses(options: dict[str, Any], says:
 
 
 def test_numbers_of_numpy_in_a_compiled_function() -> None:
-    """They are arrays there. Others are another compilation."""
+    """NumPy numbers, which are arrays to torch.compile, are accepted as options. Other values may compile anew."""
     x, two = random("cpu"), np.int64(2)
     options = {"softcap": np.float64(3), "num_splits": two, "sink": two, "window": (two, None)}
 
@@ -77,7 +77,7 @@ def test_numbers_of_numpy_in_a_compiled_function() -> None:
 
 
 def test_masks_and_score_functions_of_compiled_functions() -> None:
-    """Each call with those that it is given, and with the gradient of what one captures."""
+    """A compiled function uses the mask and the score function of each call, and gives the gradient of a captured tensor."""
     q, k, v = random("cpu")
     tables = [torch.randn(4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
     table, constant, other = (x.requires_grad_() if n == 0 else x for n, x in enumerate(tables))
@@ -116,7 +116,8 @@ def test_what_a_compiled_program_was_made_with_is_kept_by_the_caller() -> None:
 
 
 def test_equal_score_functions_are_compiled_once() -> None:
-    """As those of the layers of a model, which differ in their tensors: each gets its own gradient."""
+    """Score functions that differ in their tensors alone, as in the layers of a model, share a program. Each gets its own
+    gradient."""
     x, counter = random("cpu"), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def run(mod: Any) -> Any:
@@ -161,7 +162,7 @@ def test_a_captured_array_that_is_no_tensor_has_no_gradient_in_a_program() -> No
 
 
 def test_compiled_by_inductor() -> None:
-    """What lies around the call is compiled with it, forward and backward."""
+    """Inductor compiles the operations around the call together with it, forward and backward."""
 
     def model(q, k, v):
         out, lse = attention(q.sin(), k, v * 2, window=(5, None), causal=True, return_lse=True)
@@ -174,7 +175,7 @@ def test_compiled_by_inductor() -> None:
 
 
 def test_compiled_for_other_lengths() -> None:
-    """Shapes and lengths that change are no reason to compile for each of them."""
+    """Shapes and lengths that change do not compile a program each."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def model(q, k, v, seqs):
@@ -192,7 +193,7 @@ def test_compiled_for_other_lengths() -> None:
 
 
 def test_lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in tensors are an input of the program as they are."""
+    """Lengths in GPU tensors are inputs of the program, without a copy to the host."""
 
     def of_torch(x: Any) -> TensorIntegers:
         return TensorIntegers(1 << 44, len(x), np.dtype(np.int64), 0, x)
@@ -212,7 +213,7 @@ def test_lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_operator_is_what_torch_expects() -> None:
-    """Its schema, fake, and autograd are consistent by torch's own checks."""
+    """The operator's schema, fake kernel and autograd formula pass torch's own consistency checks."""
     for layout, options in (
         (ops.Layout(), Options(causal=True)),
         (

@@ -26,7 +26,8 @@ def _run(verb: str, argument: str, **variables: str) -> None:
 
 
 def test_gradients_of_programs_on_disk(tmp_path: Path) -> None:
-    """Torch finds a program by its text and the arguments of its operators: `wrt` in another order is another program."""
+    """Torch finds a program on disk by its text and the arguments of its operators, so `wrt` in another order must be another
+    program."""
     for wrt in ("a,b", "b,a"):
         _run("gradients", wrt, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
 

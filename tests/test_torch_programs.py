@@ -1,4 +1,4 @@
-"""Programs of `torch.compile` on the host: layouts made in them, and what they break around."""
+"""Programs of `torch.compile` on the host: layouts made in them, and functions that break the graph."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_layouts_read_inside() -> None:
 
 
 def test_wrong_layouts_made_inside() -> None:
-    """Refused when the program runs: before, nothing has values."""
+    """A wrong layout made inside is refused when the program runs, because before that nothing has values."""
     x = torch.randn(2, 9, 4, 16)
 
     def run(x, lengths):
@@ -80,7 +80,7 @@ def test_layouts_refused(name: str) -> None:
 @pytest.mark.parametrize("row", [[False, True, True], [True, False, True]], ids=["left", "hole"])
 @pytest.mark.parametrize("side", "qk")
 def test_padding_before_tokens(row: list[bool], side: str) -> None:
-    """Of a mask on the host found when the program runs, as its lengths are."""
+    """Padding before tokens in a mask on the host is found when the program runs, as the lengths are."""
     x = torch.randn(2, 3, 4, 16)
 
     def run(x, mask):
@@ -96,7 +96,7 @@ def test_padding_before_tokens(row: list[bool], side: str) -> None:
 
 
 def test_lengths_of_another_library_on_a_gpu() -> None:
-    """Torch cannot follow them, and the program is told what it can."""
+    """Lengths in a GPU array of another library, which torch cannot trace, are refused with an error that says so."""
     seqs = SeqLayout(seqlen_q=[3, 5])
     seqs._arrays["seqlen_q"] = OnDevice([3, 5], "int64")
     x = torch.randn(2, 9, 4, 16)
@@ -116,7 +116,7 @@ def test_nobody_compiles() -> None:
 
 
 def test_nothing_behind_a_break_is_traced() -> None:
-    """Nor what an untraced function calls: of a struct torch would know nothing."""
+    """Nothing that an untraced function calls is traced: torch does not know NumPy structs."""
     struct = np.dtype([("number", np.int32)])
 
     @dynamo.untraced

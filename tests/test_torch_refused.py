@@ -59,7 +59,8 @@ def test_a_trace_would_keep_the_result_as_a_constant(run: Any) -> None:
 
 @pytest.mark.parametrize("run", [attention, rawattn.attention])
 def test_tangents_would_be_lost(run: Any) -> None:
-    """Of whatever has one, also beside what requires a gradient. Calls without any work meanwhile."""
+    """A forward-mode tangent of any argument is refused, also beside one that requires a gradient. Calls without tangents work in
+    the same dual level."""
     (q, k, v), one = random("cpu"), torch.ones(1)
 
     def table(x: Any) -> Any:
@@ -125,7 +126,7 @@ RECORDED_BAD_CALLS = [bad for bad in BAD_CALLS if not bad.change.keys() & {"out"
 
 @pytest.mark.parametrize("bad", RECORDED_BAD_CALLS, ids=str)
 def test_bad_calls(bad: Bad) -> None:
-    """Refused as by the plain call, also where autograd records."""
+    """Bad calls are refused as by the plain call, also where autograd records."""
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         x = (
@@ -152,7 +153,7 @@ def test_none_where_it_is_not_the_default(name: str, recorded: bool) -> None:
 @pytest.mark.parametrize("value", ["x", 1, None])
 @pytest.mark.parametrize("name", ["return_lse", "deterministic"])
 def test_what_is_no_bool(name: str, value: Any, recorded: bool) -> None:
-    """Told by the call itself, not by its backward."""
+    """The call itself refuses values that are no bools, not its backward."""
     x = leaves(*random("cpu")) if recorded else random("cpu")
     for more in ({}, {"alibi_slopes": torch.ones(x[0].shape[2])}):
         with pytest.raises(TypeError, match=rf"^{name}: got .*expected a bool"):
@@ -185,7 +186,7 @@ def test_what_is_no_bool(name: str, value: Any, recorded: bool) -> None:
     ],
 )
 def test_mistakes_that_torch_would_tell_in_its_own_words(name: str, value: Any, says: str) -> None:
-    """Before they reach the operator, whose schema knows no argument's purpose."""
+    """Mistakes are refused before they reach the operator, whose schema cannot say what an argument is for."""
     compiled = torch.compile(
         lambda *x: attention(*x, **{name: value}), fullgraph=True, backend="eager"
     )

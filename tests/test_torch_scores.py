@@ -63,7 +63,7 @@ def test_scores_compiled(case: Case) -> None:
 
 
 def numeric(loss: Any, x: Any, count: int = 12) -> list[tuple[int, float, float]]:
-    """Of some elements: its index, the slope by differences of the loss, and by autograd."""
+    """For some elements of x: the index, the slope by differences of the loss, and the slope by autograd."""
     (slope,) = torch.autograd.grad(loss(x.requires_grad_()), x)
     indices = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(1))[:count]
     found = []
@@ -78,7 +78,7 @@ def numeric(loss: Any, x: Any, count: int = 12) -> list[tuple[int, float, float]
 
 @pytest.mark.parametrize("name", ["bias", "sink_logits", "captured", "bias-of-one-row"])
 def test_gradients_are_slopes(name: str) -> None:
-    """Against differences, with everything else on that a score goes through."""
+    """Gradients match differences of the loss, with soft cap, causal mask and dropout switched on too."""
     q, k, v = random("cpu", rows=9, dim=8)
     generator = torch.Generator().manual_seed(2)
     shapes = {
@@ -159,7 +159,7 @@ def test_what_is_changed_before_the_backward_is_found_out(name: str) -> None:
 
 
 def test_saved_tensors_may_move() -> None:
-    """Hooks give other tensors to the backward, those of a score function too."""
+    """Saved-tensor hooks may give other tensors to the backward, also in place of a score function's."""
     x, table = leaves(*random("cpu")), torch.randn(4, requires_grad=True)
 
     def gradients() -> list[Any]:

@@ -1,4 +1,4 @@
-"""Tensors that a call writes, to torch: a write is counted, and autograd is not deceived about what a tensor holds."""
+"""Tensors that a call writes: torch counts the write as a new version, so autograd notices that a tensor has changed."""
 
 from __future__ import annotations
 

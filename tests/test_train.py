@@ -21,7 +21,7 @@ char_gpt: Any = load("char_gpt")
 
 
 def make(backend: str, *, disturb: bool = True, **sizes: Any) -> Any:
-    """A model; disturbed, all its gradients are of a size, and no bias is 0."""
+    """A model. Disturbed by noise, its gradients are all of a similar size, and no bias is 0."""
     model = train.GPT(
         VOCAB, **{**SIZES, **sizes}, xp=train.array_module(backend), backend=backend, seed=1
     )
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_torch(backend: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(make("cpu").params))
 def test_gradients_are_slopes(name: str) -> None:
-    """Along its gradient a parameter changes the loss by the length of the gradient."""
+    """Moving a parameter along its gradient changes the loss at a rate equal to the gradient's norm."""
     model = make("cpu")
     tokens, targets = batch_of(model)
     model.loss(tokens, targets)[1]()
@@ -130,7 +130,7 @@ def test_learns(backend: str) -> None:
     assert losses[0] == pytest.approx(math.log(VOCAB), abs=0.1)
     assert np.mean(losses[-10:]) < 0.1
     assert train.evaluate(model, text) < 0.1
-    # What follows 1 depends on what comes before it: only attention can tell.
+    # The token after 1 depends on the tokens before it, so only attention can predict it.
     assert train.generate(model, text[:8].tolist(), 24) == text[:32].tolist()
 
 
@@ -149,7 +149,7 @@ def test_same_seed_gives_the_same_losses() -> None:
 
 
 def test_weights_decay_and_biases_do_not() -> None:
-    """Without a gradient."""
+    """Without a gradient weights decay and biases stay."""
     model = make("cpu")
     model.loss = lambda tokens, targets: (np.float32(0), lambda: None)
     before = {name: x.copy() for name, x in model.params.items()}
@@ -231,7 +231,7 @@ def test_plot_is_checked_before_the_work(
     (tmp_path / "kept.png").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "GPT", lambda *_, **__: pytest.fail("the work began"))
-    if plot == "kept.png":  # by its rights alone: root may write everywhere
+    if plot == "kept.png":  # permissions alone protect this file, and root ignores them
         monkeypatch.setattr(train.os, "access", lambda path, mode: False)
     assert train.main([*SMALL, "--plot", plot]) == 1
     said = capsys.readouterr().err

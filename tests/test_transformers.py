@@ -80,7 +80,7 @@ def test_logits_are_those_of_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
 def test_queries_that_are_padding_on_the_right(name: str) -> None:
-    """They see the same keys as with torch's own attention: a loss over them is the same too."""
+    """Queries that are padding on the right see the same keys as with torch's own attention, so a loss over them is equal too."""
     mask = padding("right")
     got, exact = (
         model_of(name, which)(tokens(), attention_mask=mask).logits for which in ("rawattn", "sdpa")
@@ -94,7 +94,7 @@ def test_queries_that_are_padding_on_the_right(name: str) -> None:
 def test_generates_as_with_torchs_own(
     name: str, side: str | None, cache: str, calls: list[Any]
 ) -> None:
-    """Past the window of a sliding one: 17 tokens and 12 more, of which a window holds 7."""
+    """Models generate as with torch's own attention, also past a sliding window: 17 tokens and 12 more, with a window of 7."""
     got = generated(model_of(name, "rawattn"), padding(side), cache)
     assert len(calls) == 2 * 12
     assert torch.equal(got, generated(model_of(name, "sdpa"), padding(side), cache))
@@ -103,7 +103,7 @@ def test_generates_as_with_torchs_own(
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_prompt_in_pieces(name: str, side: str | None) -> None:
-    """Several queries after cached keys: causal to the bottom right."""
+    """A prompt may come in pieces: several queries after cached keys, causal and aligned to the bottom right."""
     results = []
     for which in ("rawattn", "sdpa"):
         model, cache = model_of(name, which), transformers.DynamicCache()
@@ -121,7 +121,7 @@ def test_a_prompt_in_pieces(name: str, side: str | None) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_packed_sequences(name: str, calls: list[Any]) -> None:
-    """Positions that start anew: no sequence sees another."""
+    """Where positions start anew a new sequence begins, and no sequence sees another."""
     starts = torch.cat([torch.arange(n) for n in (5, 9, 3)])[None].expand(3, -1)
     got, exact = (
         losses(model_of(name, which), position_ids=starts, use_cache=False, steps=5)
@@ -169,7 +169,7 @@ def test_gradient_checkpointing() -> None:
 
 @pytest.mark.parametrize("side", exhaustive.thin([None, "left"], 2))
 def test_compiled(side: str | None) -> None:
-    """With one break of the graph, where the mask is made."""
+    """A model compiles with one graph break, where the mask is made."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -188,7 +188,7 @@ def test_compiled(side: str | None) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("side", [None, "left"])
 def test_compiled_with_a_static_cache(side: str | None) -> None:
-    """A decoding step has no break of the graph."""
+    """With a static cache a decoding step compiles without a graph break."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

@@ -64,7 +64,7 @@ def test_options_of_a_layer_reach_the_call(calls: list[Any]) -> None:
             assert seen == value
 
 
-# What of a model reaches rawattn as an option, and other sizes of the model that change nothing but that.
+# The options of rawattn that a model uses, and settings of the model that change these options alone.
 _SCORED = {
     "gpt-oss": ("sink_logits", {}),
     "gemma2": ("softcap", {"attn_logit_softcapping": 5.0}),
@@ -77,7 +77,7 @@ _SCORED = {
     exhaustive.thin(itertools.product(_SCORED, (None, "right", "left", "both")), 3),
 )
 def test_trains_as_with_eager(name: str, side: str | None, calls: list[Any]) -> None:
-    """Models whose scores torch's own attention does not have, or has by a mask in memory."""
+    """Models train as with the eager attention if torch's own attention lacks their scores or needs a mask in memory for them."""
     option, other = _SCORED[name]
     mask = padding(side)
     model, exact = model_of(name, "rawattn"), model_of(name, "eager")
@@ -114,7 +114,7 @@ def test_generates_as_with_eager(name: str, side: str | None, cache: str) -> Non
     ],
 )
 def test_dropout(name: str, sizes: Any, calls: list[Any]) -> None:
-    """Drawn from torch's generator: the same again from the same state, and in a recomputed forward."""
+    """The dropout seed comes from torch's generator: the same state, or a recomputed forward, gives the same dropout mask."""
     model = model_of(name, "rawattn", **sizes).train()
 
     def drawn(seed: int) -> tuple[float, Any]:
@@ -163,7 +163,7 @@ def test_compiled_with_a_soft_cap() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert", "gemma2"])
 def test_padding_between_tokens(name: str, calls: list[Any]) -> None:
-    """It takes a mask in memory."""
+    """Padding between tokens works, with a mask in memory."""
     mask = padding("left")
     mask[1, 4] = 0
     got, exact = (
@@ -183,7 +183,7 @@ def test_generates_from_prompts_padded_on_the_right() -> None:
 
 
 def _prefix(dtype: Any) -> Any:
-    """Of four axes: the first tokens see each other, the others what comes before them."""
+    """A mask of four axes: the first tokens see each other, later tokens see what comes before them."""
     kept = torch.tril(torch.ones(17, 17, dtype=torch.bool))
     kept[:5, :5] = True
     kept = kept.expand(3, 1, -1, -1)
@@ -214,7 +214,7 @@ def test_a_bias_beside_a_mask_of_four_axes(dtype: Any) -> None:
 
 
 def test_a_bias_is_indexed_in_the_batch_where_padding_comes_first() -> None:
-    """And not in sequences whose padding is left out."""
+    """Where padding comes first, a bias is indexed by positions in the padded batch, not in sequences without their padding."""
     real = padding("left").bool()
     call = {"batch_size": 3, "q_length": 17, "kv_length": 17, "attention_mask": real}
     call["mask_function"] = masking.bidirectional_mask_function

@@ -48,7 +48,7 @@ def test_candidates_fit_and_the_present_choice_is_first(kernel: str, headdim: in
         assert candidates.misfit(where, row) == ""
         assert where.config(row).shared_bytes <= SHARED_LIMIT[ARCH]
         assert where.kernel.possible(row.fields)
-        # What the search runs is what a caller gets once the row is written.
+        # The search runs the kernel that a caller gets once the row is in the table.
         racing.contender(where, "", row)
 
 
@@ -108,7 +108,7 @@ def test_a_row_replaces_the_present_one_or_stands_before_it():
     between = searched_row("sm90_forward", 80)
     new = between.row(between.present().fields)
     assert between.with_row(new) == (shipped[0], new, *shipped[1:])
-    # GPUs with less shared memory keep what fits them.
+    # GPUs with less shared memory keep the rows that fit them.
     where = searched_row("portable_forward", 256, "sm_89")
     shipped = _tiles.table("portable_forward", "16bit")
     assert where.present() == shipped[-1]
@@ -154,7 +154,7 @@ def test_halving_drops_what_failed_and_stops_when_the_budget_is_spent():
     assert "b" not in rounds[0].scores
     assert halving.winner(rounds, "a") == "c"
     rounds = halving.search(["a", "b"], "b", speeds(true, []), lambda: False)
-    assert len(rounds) == 1  # without the present choice nothing compares
+    assert len(rounds) == 1  # the present choice failed, so there is nothing to compare with
 
 
 # The compiler's verdicts
@@ -202,7 +202,7 @@ class FakeClock:
     def first(self, call: Any) -> tuple[float, Any]:
         result = call()
         (_, _, rows), *_ = selection().tables
-        if rows[0].fields["tile_k"] == 80:  # computes something else
+        if rows[0].fields["tile_k"] == 80:  # this candidate gives a wrong result
             result = result + 1
         return 0.0, result
 
@@ -219,7 +219,7 @@ def search(
 ) -> Path:
     """The file of a search for Hopper's forward at head dim 64.
 
-    A winner is tried with every so manyth of the variants that it changes.
+    The compiler checks a winner with every n-th of the variants that it changes; n is the parameter.
     """
     judge_all, step = tables.judge_all, request.param
     monkeypatch.setattr(tables, "judge_all", lambda work, *how: judge_all(work[::step], *how))
@@ -284,7 +284,7 @@ def test_a_search_writes_its_winner_and_its_losers(
     changed = [source.text for source in common_variants(ARCH) if source not in before]
     assert changed
     assert all("kTileK = 96" in text for text in changed)
-    # The search was for the table as it was.
+    # The search belongs to the table as it was then.
     assert command.main(options) == 1
     assert "search again" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Mistakes of users in where an argument stands, in what is missing, and in values that other libraries take there."""
+"""Mistakes of users: misplaced arguments, missing arguments, and values that other libraries accept there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of users of the command line; how many are listed in all."""
+"""Mistakes of users of the command line, and the number of mistakes listed in all modules."""
 
 from __future__ import annotations
 

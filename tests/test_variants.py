@@ -1,4 +1,4 @@
-"""Which variants are compiled ahead of time: those that calls take, and none that no call does."""
+"""The variants compiled ahead of time are those that calls take, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rawattn._kernels.variants import common_variants
 
 
 def test_pages_are_never_copied() -> None:
-    """Of head dims that rows alone, not pages, are listed with: the copies of these and no others."""
+    """Kernels that make aligned copies are compiled for the listed head dims of rows only: pages are never copied."""
     every = common_variants("sm_90a", every=True)
     copies = {x.summary for x in every if x.summary.startswith("portable align_rows")}
     dims = ("D=36 8B", "D=34 4B", "D=7 2B")
@@ -25,7 +25,8 @@ def test_pages_are_never_copied() -> None:
 
 @pytest.mark.parametrize("headdim", [64, 96, 128])
 def test_backwards_of_few_rows_and_of_many(headdim: int) -> None:
-    """Small tiles where a GPU runs several blocks of them at once; those that are usual are compiled ahead of time too."""
+    """The backward takes small tiles for few rows if an SM runs several of their blocks at once. The usual variants of both sizes
+    are compiled ahead of time."""
 
     def chosen(arch: str, rows: int, keys: int, **options: Any) -> str:
         q, k = (np.broadcast_to(np.float16(0), (2, n, 4, headdim)) for n in (rows, keys))

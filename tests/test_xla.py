@@ -1,4 +1,4 @@
-"""Handlers of XLA's foreign function interface, against the header that jaxlib ships and an XLA of the test's own."""
+"""Handlers of XLA's foreign function interface, against the header that jaxlib ships and a fake XLA of this module."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STRUCTS = {
     "XLA_FFI_DeviceMemory_Free_Args": xla.MemoryFree,
 }
 
-# Names of version 0.4 of the interface, and what they were.
+# Names since version 0.4 of the interface, and their names before it.
 BEFORE_0_4 = {
     "XLA_FFI_InternalExtension": "XLA_FFI_Extension_Base",
     "XLA_FFI_Error_GetDetails": "XLA_FFI_Error_GetMessage",
@@ -100,7 +100,7 @@ def test_dtypes_are_those_of_the_header() -> None:
         assert codes[short] == code, name
 
 
-# Handlers know an XLA by its address.
+# Handlers identify an XLA by its address, so no fake may be freed and its address reused.
 _ALIVE: list[Any] = []
 
 
@@ -126,7 +126,7 @@ def _unexpected(arguments: Any) -> None:
 
 
 def test_another_version_of_the_interface_is_refused() -> None:
-    """XLA asks a handler what it is before it calls it."""
+    """A handler refuses another version of the interface when XLA asks for its metadata, before any call."""
     said: list[bytes] = []
 
     def create(asked: Any) -> int:
@@ -185,7 +185,7 @@ def test_what_a_call_is_told() -> None:
 
 
 def _frame(theirs: Xla, text: bytes) -> tuple[Any, Any]:
-    """A call without buffers, and what it must not outlive."""
+    """The frame of a call without buffers, and the objects that must outlive it."""
     string = ctypes.create_string_buffer(text)
     span = xla.ByteSpan(ctypes.addressof(string), len(text))
     attribute = ctypes.c_void_p(ctypes.addressof(span))
@@ -195,7 +195,7 @@ def _frame(theirs: Xla, text: bytes) -> tuple[Any, Any]:
 
 
 def test_memory_of_xla_is_given_back() -> None:
-    """All that a call took, whether it failed or not; where XLA has none, its reason is told."""
+    """All memory that a call took is freed, whether the call failed or not. If XLA has none, the error gives XLA's reason."""
     held: dict[int, int] = {}
     said: list[bytes] = []
 

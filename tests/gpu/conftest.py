@@ -7,13 +7,13 @@ import pytest
 
 from tests import gpu_report
 
-# JAX would otherwise take most of the GPU's memory for each process of a parallel run.
+# Otherwise each process of a parallel run would preallocate most of the GPU's memory for JAX.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @pytest.fixture(autouse=True)
 def first_gpu() -> None:
-    """Tests begin on GPU 0: JAX, where it is used for the first time, leaves the last one current."""
+    """Makes GPU 0 current before each test, because the first use of JAX leaves the last GPU current."""
     if gpu_report.why_no_gpu() is None:
         import cupy
 
@@ -40,7 +40,7 @@ def jax() -> Any:
 
 @pytest.fixture
 def stream() -> Any:
-    """A CuPy stream that no legacy default stream waits for."""
+    """A non-blocking CuPy stream: the legacy default stream does not wait for it."""
     cupy = pytest.importorskip("cupy")
     return cupy.cuda.Stream(non_blocking=True)
 

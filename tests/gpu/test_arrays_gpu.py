@@ -23,7 +23,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def full(shape: tuple[int, ...], value: float, dtype: np.dtype[Any]) -> Any:
-    """CuPy's own arithmetic is not asked to know bfloat16."""
+    """Like `cupy.full`, without CuPy arithmetic in bfloat16, which it need not support."""
     host = np.full(shape, value, dtype)
     return cupy.asarray(host.view(f"u{dtype.itemsize}")).view(dtype)
 
@@ -164,7 +164,7 @@ def test_nothing_leaks(torch: Any, jax: Any, stream: Any) -> None:
         torch.cuda.synchronize()
 
     calls()
-    time.sleep(0.5)  # JAX lets go of its arrays when it is done with them
+    time.sleep(0.5)  # JAX releases its arrays only when its work on them is done
     theirs, ours = torch.cuda.memory_allocated(), pool.used_bytes()
     calls()
     deadline = time.monotonic() + 10

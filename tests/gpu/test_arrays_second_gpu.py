@@ -47,7 +47,7 @@ def test_torch_on_the_second_gpu(torch: Any, second_gpu: int) -> None:
 
 
 def test_orders_streams_of_the_second_gpu(second_gpu: int) -> None:
-    """Also its legacy stream, whose handle, 0, means the current GPU's."""
+    """Streams of the second GPU are ordered too, also its legacy stream, whose handle 0 means that of the current GPU."""
     with cupy.cuda.Device(second_gpu):
         side = cupy.cuda.Stream(non_blocking=True)
         counter = cupy.zeros(64 << 20, np.float32)
@@ -75,7 +75,7 @@ def test_jax_on_the_second_gpu(jax: Any, second_gpu: int) -> None:
     array = on_gpu(jax, np.full(SIZE, 3, np.float32), second_gpu)
     view = import_array("q", array)
     assert (view.device, view.array.data.ptr) == (second_gpu, array.unsafe_buffer_pointer())
-    before = cupy.cuda.runtime.getDevice()  # JAX makes the device of its work the current one
+    before = cupy.cuda.runtime.getDevice()  # work of JAX makes its device the current one
     with on_stream_of(array, "jax") as current, cupy.cuda.Device(second_gpu):
         result = export_array(view.array + 1, "jax", current)
     assert cupy.cuda.runtime.getDevice() == before

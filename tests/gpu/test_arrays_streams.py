@@ -1,4 +1,4 @@
-"""Arrays of one stream on another: streams ordered both ways, memory not reused early, captures left alone."""
+"""Arrays of one stream used on another: both streams are ordered, memory is not reused early, captures are unaffected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Gate = Callable[[Any], AbstractContextManager[None]]
 
 
 def rehearsed(test: Callable[[Gate], None]) -> None:
-    """Runs `test` without the gate first: loading a kernel may wait for one that is running."""
+    """Runs `test` without the gate first, because loading a kernel may wait for kernels that run."""
     test(lambda stream: contextlib.nullcontext())
     test(closed)
 
@@ -38,7 +38,7 @@ def test_compute_stream(torch: Any, stream: Any) -> None:
 
 
 def test_on_stream_of_torch(torch: Any, stream: Any) -> None:
-    """CuPy is on torch's stream and in torch's memory inside, and as before outside."""
+    """Inside the block CuPy uses torch's stream and torch's allocator; outside it is as before."""
     tensor = torch.zeros(4, device="cuda")
     side = torch.cuda.Stream()
     with stream, torch.cuda.stream(side):
@@ -51,7 +51,7 @@ def test_on_stream_of_torch(torch: Any, stream: Any) -> None:
             block = cupy.empty(1 << 20, np.uint8)
             assert torch.cuda.memory_allocated() - theirs >= 1 << 20
             assert cupy.get_default_memory_pool().used_bytes() == ours
-            with cupy.cuda.Stream(non_blocking=True):  # torch's memory is not for other streams
+            with cupy.cuda.Stream(non_blocking=True):  # on other streams CuPy does not use torch's memory
                 other = cupy.empty(1 << 20, np.uint8)
             assert cupy.get_default_memory_pool().used_bytes() - ours >= 1 << 20
             with on_stream_of(tensor, "torch") as again:
@@ -67,7 +67,7 @@ def test_on_stream_of_torch(torch: Any, stream: Any) -> None:
 
 
 def test_same_stream_waits_for_nothing(torch: Any) -> None:
-    """Neither the host nor the stream: what is behind the gate stays there."""
+    """On the same stream neither the host nor the stream waits: work behind the gate stays there."""
     side = torch.cuda.Stream()
 
     def test(gate: Gate) -> None:
@@ -165,7 +165,7 @@ def test_jax_is_ready_on_a_cupy_stream(jax: Any, stream: Any) -> None:
 
 
 def test_caller_reads_out_after_it_is_written(torch: Any, stream: Any) -> None:
-    """A tensor given as `out=` to work on a CuPy stream."""
+    """The caller may read a tensor given as `out=` to work on a CuPy stream at once: its own stream waits for the write."""
     side = torch.cuda.Stream()
 
     def test(gate: Gate) -> None:
@@ -219,7 +219,7 @@ def test_jax_does_not_reuse_memory_in_use(jax: Any, stream: Any) -> None:
 
 
 def test_torch_graph(torch: Any) -> None:
-    """Import, work, export inside a capture; the graph's memory stays its own afterwards."""
+    """Import, work and export can be captured, and the graph's memory is not reused afterwards."""
     tensor = torch.zeros(SIZE, device="cuda")
 
     def doubled(tensor: Any) -> Any:

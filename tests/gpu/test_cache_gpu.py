@@ -1,4 +1,4 @@
-"""Kernels are compiled once for a machine, however many processes want them."""
+"""A kernel is compiled once on a computer, however many processes need it."""
 
 from __future__ import annotations
 

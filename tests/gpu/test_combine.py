@@ -18,7 +18,7 @@ PLAIN = [Form(), Form(stacked=True), Form("seventy", 70, (1, 3, 2, 16), "bfloat1
 
 
 def to_cupy(array: np.ndarray) -> Any:
-    """With the strides that it has, in memory that ends where it ends."""
+    """Copies an array to the GPU with its strides, into memory that ends with its last element."""
     low = sum(min(s * (n - 1), 0) for s, n in zip(array.strides, array.shape, strict=True))
     high = sum(max(s * (n - 1), 0) for s, n in zip(array.strides, array.shape, strict=True))
     if array.size == 0:
@@ -157,7 +157,7 @@ def test_ordered_on_the_current_torch_stream() -> None:
 
 @pytest.mark.parametrize("form", [*PLAIN, Form(layout="mixed")], ids=str)
 def test_cupy_graph(form: Form) -> None:
-    """Copies that a captured call makes are the graph's."""
+    """The graph owns the copies that a captured call makes."""
     call = call_of(form)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -249,7 +249,7 @@ def test_repeated_calls_have_arrays_of_their_own(
         monkeypatch.setitem(fast_path.closures_by_call, name, {})
 
     def turned(arrays: Any, n: int) -> Any:
-        """In another order, which changes no result."""
+        """The same parts in another order, which must not change the result."""
         if isinstance(arrays, list):
             return given(arrays[n:] + arrays[:n], convert)
         return convert(np.roll(arrays, n, axis=0))

@@ -1,4 +1,4 @@
-"""Random calls of the whole contract. RAWATTN_FUZZ=first:count runs other seeds than the usual."""
+"""Random calls with every form and option. RAWATTN_FUZZ=first:count runs other seeds than the default ones."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _check(seed: int, case: Case) -> None:
         pytest.importorskip(framework.name)
     if framework.name == "torch" and case.layout == "reversed":
         framework = CuPy()
-    # Odd seeds keep to the kernel that does everything, even ones take what a caller gets, or its tiles in clusters, or with
-    # outputs that TMA stores, or with tiles shared out by keys.
+    # Odd seeds use the portable kernel. Even seeds use the kernels that calls choose, some of them with tiles in clusters, with
+    # outputs that TMA stores, or with tiles split by keys (stream-K).
     ways = nullcontext, clusters, sharing_by_length, tensor_stores, sharing
     with only("portable") if seed % 2 else ways[seed // 2 % len(ways)]():
         verify(case, framework)

@@ -1,4 +1,4 @@
-"""Calls whose rows share their keys, on a GPU: those keys gathered, against the reference and the ordinary way."""
+"""Calls on a GPU whose rows all see the same few keys: gathered keys give the reference's results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def arrays(
 
 
 def shared(batch: int, heads: int) -> BlockMask:
-    """Made on the GPU; the last list is not full."""
+    """A mask of kept keys, made on the GPU. Its last list is shorter than the others."""
     scores = np.random.default_rng(1).standard_normal((batch, heads, 1, KEYS), np.float32)
     scores[-1, -1, :, KEPT // 2 :] = -np.inf
     return topk_mask(cupy.asarray(scores), KEPT)
@@ -58,7 +58,8 @@ def test_calls(family: str, headdim: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["decode", "sm90", "portable"])
 @pytest.mark.parametrize(("rows", "lists"), [(1, (2, 2)), (1, (1, 1)), (3, (2, 1))], ids=str)
 def test_few_rows(family: str, rows: int, lists: tuple[int, int]) -> None:
-    """Lists as sequences of keys, one of which is empty, beside the mask of the other families."""
+    """Few rows are right where decoding takes each list as a sequence of keys, one of them empty, and where other families take
+    the mask."""
     q, k, v = arrays()
     q = np.ascontiguousarray(q[:, :rows])
     scores = np.random.default_rng(1).standard_normal((*lists, 1, KEYS), np.float32)
@@ -78,7 +79,7 @@ def test_few_rows(family: str, rows: int, lists: tuple[int, int]) -> None:
 
 
 def test_repeated_calls_with_new_masks() -> None:
-    """The third call on is found by the form of its arrays and of its mask."""
+    """Repeated calls with new masks, which take the fast path from the third on, are right."""
     for n in range(5):
         q, k, v = arrays()
         scores = np.random.default_rng(n).standard_normal((2, 2, 1, KEYS), np.float32)
@@ -91,7 +92,7 @@ def test_repeated_calls_with_new_masks() -> None:
 
 
 def test_graphs_of_gathered_calls() -> None:
-    """What they are replayed with is read anew: arrays, and the list itself."""
+    """Each replay reads the arrays and the list of keys anew."""
     q, k, v = map(cupy.asarray, arrays())
     q = q[:, :1].copy()
     each_scores = [np.random.default_rng(n).standard_normal((1, 2, 1, KEYS)) for n in (1, 2)]
@@ -127,7 +128,8 @@ def verify_gradients(
         wanted = getattr(exact, name)
         ours = getattr(got, name).get().astype(np.float64)
         assert np.linalg.norm(ours - wanted) <= 0.02 * np.linalg.norm(wanted), name
-        # Of a row that sees one key the exact gradient is 0 as well, ours what rounding leaves of it.
+        # Zeros are required of rows that see no key and of keys that no row sees. A row that sees one key has an exact dq of 0
+        # too, but ours is a rounding error.
         nothing = np.isneginf(lse) if name == "dq" else np.broadcast_to(~keep[:, :, 0], hidden)
         assert not ours[nothing.swapaxes(1, 2)].any(), name
 

@@ -92,7 +92,7 @@ def test_same_bits_as_arrays_of_cupy(seqlen: int) -> None:
 
 
 def test_waits_for_nothing() -> None:
-    """A program is dispatched to its end while the device is still busy with what comes first."""
+    """A whole program is dispatched while the device is still busy with its first operation."""
     (x,) = arrays(1, 64, 2, 64, count=1, dtype="float32")
     (square,) = arrays(8192, 8192, count=1, dtype="float32")
 
@@ -237,7 +237,7 @@ def test_integers_of_the_host(which: str) -> None:
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_lengths_that_lie_on_the_gpu(traced: bool) -> None:
-    """Given as arrays with values, they are operands too."""
+    """Lengths that are GPU arrays with values, not traced, are operands too."""
     q, k, v = arrays(3, 70, 4, 64)
     lengths = np.array([70, 0, 33], np.int32)
     on_device = jax.device_put(lengths, q.devices().pop())

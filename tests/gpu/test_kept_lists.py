@@ -1,4 +1,4 @@
-"""Lists of tiles that a `BlockMask` keeps between calls: results are those of a first call, on any stream and in graphs."""
+"""With the tile lists that a `BlockMask` keeps, calls give the results of a first call, on any stream and in graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QKV = [
     RNG.standard_normal(shape).astype(BFLOAT16)
     for shape in ((BATCH, ROWS, 4, 64), (BATCH, KEYS, HEADS, 64), (BATCH, KEYS, HEADS, 64))
 ]
-# Two whose lists have nothing in common, and those of the second are longer.
+# The fractions of visible tiles of two masks. Their lists differ, and those of the second are longer.
 SHARES = (0.25, 0.75)
 
 
@@ -45,7 +45,7 @@ def call(mask: Any, given: Any = None) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> list[bytes]:
-    """Of each mask, by lists that were made for one call."""
+    """The result for each mask, from lists made for a single call."""
     return [bits(call(block_mask(cupy.asarray(keep)))) for keep in KEEPS]
 
 
@@ -80,12 +80,12 @@ def test_gradients_of_two_masks_in_turn(deterministic: bool) -> None:
 
 
 def test_another_stream_does_not_wait_for_them(expected: list[bytes]) -> None:
-    """Nor does it read what is still to be written."""
+    """Another stream neither waits for lists that are still to be made nor reads them."""
     mask, given = block_mask(cupy.asarray(KEEPS[0])), list(map(cupy.asarray, QKV))
     first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     for stream in (first, second):
         with stream:
-            call(block_mask(cupy.asarray(KEEPS[1])))  # all is loaded, and counters are there
+            call(block_mask(cupy.asarray(KEEPS[1])))  # loads the kernels and allocates the counters
     cupy.cuda.Device().synchronize()
     with closed(first):
         with first:
@@ -98,7 +98,8 @@ def test_another_stream_does_not_wait_for_them(expected: list[bytes]) -> None:
 
 
 def test_masks_that_die_before_their_calls_are_done(expected: list[bytes]) -> None:
-    """Their memory is that of the next one, on the same stream and on another."""
+    """A mask may be freed while its calls still wait: the next mask's lists may take the same memory, on the same stream and on
+    another."""
     given = list(map(cupy.asarray, QKV))
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     call(block_mask(cupy.asarray(KEEPS[0])), given)
@@ -139,7 +140,7 @@ def test_threads_with_their_own_streams(expected: list[bytes]) -> None:
 
 
 def test_default_streams_of_threads(expected: list[bytes]) -> None:
-    """They have one handle. Another thread's call does not read lists that are still to be made."""
+    """Per-thread default streams have one handle, but a call does not read lists that another thread has yet to make."""
     mask, given = block_mask(cupy.asarray(KEEPS[0])), list(map(cupy.asarray, QKV))
     call(block_mask(cupy.asarray(KEEPS[1])), given)
     cupy.cuda.Device().synchronize()
@@ -163,7 +164,7 @@ def test_default_streams_of_threads(expected: list[bytes]) -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_graph_owns_what_it_uses(known: bool, expected: list[bytes]) -> None:
-    """It is captured before the first call with the mask, or after it."""
+    """A graph owns the lists that it uses, whether it is captured before the first call with the mask or after it."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         mask, given = block_mask(cupy.asarray(KEEPS[0])), list(map(cupy.asarray, QKV))
@@ -184,7 +185,7 @@ def test_a_graph_owns_what_it_uses(known: bool, expected: list[bytes]) -> None:
 
 
 def test_a_mask_that_a_graph_makes(expected: list[bytes]) -> None:
-    """Calls outside of the graph see the bits that the last replay has left."""
+    """Calls outside the graph that makes a mask see the bits of its last replay."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         given, keep = list(map(cupy.asarray, QKV)), cupy.asarray(KEEPS[0])

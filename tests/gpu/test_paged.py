@@ -1,4 +1,4 @@
-"""`paged_attention` on the GPU: frameworks, repeated calls, checks that wait, graphs whose lengths grow, random calls."""
+"""`paged_attention` on the GPU: frameworks, repeated calls, validation, graphs whose lengths grow, random calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_numpy_and_torch() -> None:
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
 @pytest.mark.parametrize("pair", [False, True])
 def test_repeated_steps(pair: bool, framework: str) -> None:
-    """Found by the form of their arrays: pages, lengths, results, streams and captures are their own."""
+    """Repeated calls, found by the form of their arrays, use their own pages, lengths, results, streams and captures."""
     put: Any = on_gpu
     if framework == "torch":
         torch = pytest.importorskip("torch")
@@ -83,7 +83,8 @@ def test_repeated_steps(pair: bool, framework: str) -> None:
 
 
 def test_validate_reads_what_is_on_the_device() -> None:
-    """Without it nothing leaves the arrays, and the context stays usable."""
+    """`validate` checks integers on the device. Without it bad integers cause no access outside the arrays, and the context
+    stays usable."""
     call = paged((70, 30), 16, rows=1, dtype=F32)
     inputs = [on_gpu(x) for x in call.inputs]
     good, bad = inputs[3], inputs[3].copy()
@@ -105,7 +106,7 @@ def test_validate_reads_what_is_on_the_device() -> None:
 
 
 def test_nothing_waits() -> None:
-    """A capture refuses whatever would."""
+    """No call waits for the device: a capture refuses any call that would."""
     call = paged(LENS, 16, rows=1)
     inputs, lengths = [on_gpu(x) for x in call.inputs], cupy.asarray(call.seqlen_k)
     paged_attention(*inputs, seqlen_k=lengths, return_lse=True)

@@ -46,7 +46,7 @@ def test_chunks_on_pages_of_8_bits(shape: dict[str, Any]) -> None:
 
 
 def test_all_numbers_of_8_bits() -> None:
-    """Of one key the output is its value: each of them, and NaN."""
+    """With one key the output is that key's value: all 256 bit patterns come out exactly, NaN included."""
     every = np.arange(256, dtype=np.uint8).view(FLOAT8)
     call = paged((1,), 8, heads=(1, 1), dims=(256, 256), dtype=F32, spare=0, float8="plain")
     pools = {name: np.zeros((1, 8, 1, 256), FLOAT8) for name in ("k_pages", "v_pages")}

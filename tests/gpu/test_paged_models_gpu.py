@@ -15,7 +15,7 @@ pytestmark = pytest.mark.frameworks
 
 @pytest.fixture(autouse=True)
 def _float32() -> None:
-    """Torch's own products are not to be of TF32: only then are the logits comparable."""
+    """Keeps torch from using TF32 in its matrix products, so that logits are comparable."""
     assert not torch.backends.cuda.matmul.allow_tf32
 
 

@@ -27,7 +27,7 @@ _GRID = itertools.product((BFLOAT16, F16, F32), (512, 1024, 2048, 4096), _SEEN, 
 
 @pytest.mark.parametrize(("dtype", "seqlen", "seen", "sink"), thin(_GRID, 23), ids=str)
 def test_windows_and_sinks(dtype: Any, seqlen: int, seen: dict[str, Any], sink: int) -> None:
-    """With lse and without."""
+    """Windows and sinks of every size are right, with lse and without."""
     lens = (seqlen, seqlen // 2 + 3)
     call = paged(lens, 16, rows=3, heads=(4, 2), dims=(64, 64), dtype=dtype)
     options: dict[str, Any] = {**seen, "sink": sink}
@@ -51,7 +51,7 @@ def test_windows_and_sinks(dtype: Any, seqlen: int, seen: dict[str, Any], sink: 
     ids=str,
 )
 def test_options_of_scores(page_size: int, dims: tuple[int, int], keys: int) -> None:
-    """Rows of a bias that begin at multiples of 16 bytes, and those that begin anywhere."""
+    """Options of scores are right, also where rows of a bias begin at addresses that are no multiples of 16 bytes."""
     rng = np.random.default_rng(0)
     call = paged((700, 130), page_size, rows=20, dims=dims)
     options: dict[str, Any] = {
@@ -67,7 +67,7 @@ def test_options_of_scores(page_size: int, dims: tuple[int, int], keys: int) -> 
     }
     arrays = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     inputs = [on_gpu(x) for x in call.inputs]
-    for splits in (None, 1):  # by the kernel for few rows, and by Hopper's
+    for splits in (None, 1):  # by the kernel for few rows, and by Hopper's forward
         with only("sm90") if splits else nullcontext():
             out, lse = paged_attention(
                 *inputs,

@@ -1,4 +1,4 @@
-"""A plan: the same bits as calls, memory of its own, safe in graphs of CuPy and torch, lengths that change on the device."""
+"""A plan gives the bits of a call, owns its memory, works in graphs of CuPy and torch, and follows lengths on the device."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_same_bits_as_a_call(case: Case, name: str) -> None:
 @each_case
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 def test_into_the_callers_own(case: Case, name: str) -> None:
-    """Padding rows stay as they were, in the first such call and in those that are found by its names."""
+    """A plan leaves the padding rows of a given `out` as they are, in the first such call and in later calls, which take the
+    fast path."""
     framework = framework_of(name)
     full_like = cupy.full_like if framework is CUPY else pytest.importorskip("torch").full_like
     call = arguments(materialise(case), case, framework)
@@ -68,7 +69,7 @@ def test_into_the_callers_own(case: Case, name: str) -> None:
     plan = rawattn.plan(rawattn.attention, q, k, v, **call)
     wanted = bits((own, rawattn.attention(q, k, v, **call)[1]), framework)
     for _ in range(3):
-        plan()[1].fill_(7) if name == "torch" else plan()[1].fill(7)  # it does not show
+        plan()[1].fill_(7) if name == "torch" else plan()[1].fill(7)  # must not show in the next result
         given = full_like(expected, 7)
         out, lse = plan(q, k, v, out=given)
         assert out is given
@@ -90,12 +91,13 @@ def test_backward(name: str, deterministic: bool) -> None:
     for _ in range(3):
         gradients = plan(*arrays)
         assert isinstance(gradients, rawattn.Gradients)
-        same = slice(0 if deterministic else 1, 3)  # dq is summed in any order otherwise
+        same = slice(0 if deterministic else 1, 3)  # else dq is summed in any order
         assert bits(gradients[same], framework) == bits(expected[same], framework)
 
 
 def test_gradients_of_the_caller_and_of_the_plan() -> None:
-    """Padding rows of the caller's stay as they were, those of the plan's are 0, whatever they held before."""
+    """Padding rows of gradients that the caller gives stay as they are. Those of the plan's own gradients are 0, whatever they
+    held."""
     call = arguments(materialise(CASES[3]), CASES[3], CUPY)
     out, lse = rawattn.attention(**call)
     del call["return_lse"]
@@ -137,7 +139,7 @@ def test_a_call_allocates_nothing_and_waits_for_nothing(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 def test_256_replays_while_lengths_grow(name: str) -> None:
-    """Lengths in place on the device, in a graph that is captured once."""
+    """A graph captured once follows lengths that grow in place on the device."""
     framework = framework_of(name)
     rng = np.random.default_rng(5)
     host = [rng.standard_normal((rows, 2, 64)).astype(np.float16) for rows in (3, 900, 900)]
@@ -146,7 +148,7 @@ def test_256_replays_while_lengths_grow(name: str) -> None:
         "seqstart_k": np.arange(0, 901, 300, dtype=np.int32),
         "seqlen_k": np.array([1, 2, 3], np.int32),
     }
-    # On the device too: what the host knows of lengths may choose other tiles, and so other last bits.
+    # These lengths are on the device too: known on the host they might choose other tiles, and so give other last bits.
     known = [
         rawattn.SeqLayout(
             **{name: cupy.asarray(x + step * (name == "seqlen_k")) for name, x in integers.items()}
@@ -262,7 +264,7 @@ def _scored(rng: np.random.Generator) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 @pytest.mark.parametrize("option", ["bias", "mask", "alibi_slopes", "sink_logits", "seed"])
 def test_arrays_of_options(option: str, name: str) -> None:
-    """Those of planning time, others by name, and new values in place."""
+    """A plan uses the option's array of planning time, another one given by name, and new values written in place."""
     framework = framework_of(name)
     rng = np.random.default_rng(0)
     given = {key: framework.integers(x) for key, x in _scored(rng).items()}

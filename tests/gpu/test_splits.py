@@ -43,7 +43,7 @@ def test_any_number(case: Case, dtype: str, num_splits: int | None, family: str)
 
 
 def test_a_request_is_followed_on_every_gpu() -> None:
-    """Without keeping the call to a family of kernels."""
+    """A given number of pieces is used without forcing a family of kernels."""
     for num_splits in (1, 5):
         verify(replace(CASES[0], num_splits=num_splits), CuPy())
 
@@ -51,7 +51,7 @@ def test_a_request_is_followed_on_every_gpu() -> None:
 @pytest.mark.parametrize("family", ["decode", "portable"])
 @pytest.mark.parametrize("num_splits", [None, 3, 64])
 def test_the_same_bits_in_every_run_and_replay(num_splits: int | None, family: str) -> None:
-    """Blocks arrive in another order each time; counters are zeros again after each."""
+    """Blocks arrive in another order in each run, but the bits are the same, and the counters return to zero each time."""
     rng = cupy.random.default_rng(0)
     q = rng.standard_normal((2, 5, 8, 64), dtype=np.float32).astype(np.float16)
     k, v = rng.standard_normal((2, 2, 20000, 2, 64), dtype=np.float32).astype(np.float16)

@@ -55,7 +55,7 @@ def test_same_as_torchs_own(dtype: Any, causal: bool, heads_kv: int) -> None:
 
 
 def test_gradcheck() -> None:
-    """As on the host: a step of 1e-2 leaves 1e-5 of a derivative. The sums in one order, as gradcheck demands."""
+    """gradcheck passes with the step and tolerance used on the host. Sums are deterministic, as gradcheck demands."""
     q, k, v = leaves(
         *(torch.randn(2, n, h, 16, device="cuda") / 2 for n, h in ((5, 2), (7, 1), (7, 1)))
     )
@@ -105,7 +105,7 @@ def test_on_a_stream_of_its_own_waits_for_nothing() -> None:
         (out.float().square().sum() + lse.sum()).backward()
         return [x.grad for x in tensors]
 
-    exact = run()  # compiles what the other call uses
+    exact = run()  # compiles the kernels that the other call uses
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with gate.closed(gate.of_torch(stream)), torch.cuda.stream(stream):
@@ -117,7 +117,7 @@ def test_on_a_stream_of_its_own_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_graph_of_forward_and_backward(dtype: Any) -> None:
-    """Captured once, replayed on other values in the same memory."""
+    """A graph of forward and backward, captured once, can be replayed on other values in the same memory."""
     q, k, v = leaves(*(x.to(dtype) for x in random("cuda", rows=200, dim=64)))
     dout = torch.randn_like(q)
 
@@ -128,7 +128,7 @@ def test_graph_of_forward_and_backward(dtype: Any) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # compiles, and warms torch's pools up
+        step()  # compiles, and warms up torch's memory pools
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -145,7 +145,7 @@ def test_graph_of_forward_and_backward(dtype: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(mode: str) -> None:
-    """By inductor; "reduce-overhead" puts the call into CUDA graphs with what lies around it."""
+    """Inductor compiles the call. "reduce-overhead" puts it into CUDA graphs together with the operations around it."""
 
     def model(q, k, v):
         out, lse = attention(q.sin(), k, v * 2, causal=True, return_lse=True, deterministic=True)
@@ -162,7 +162,8 @@ def test_compiled(mode: str) -> None:
 
 @pytest.mark.parametrize(("rows", "num_splits"), [(1, None), (1, 3), (700, None), (40, 4)])
 def test_compiled_with_counters(rows: int, num_splits: int | None) -> None:
-    """Blocks that count each other: what they count in outlives the program, in whose graph's memory nothing may stay."""
+    """Compiled calls that split keys are right: their counters must stay outside the memory of the program's CUDA graph, which
+    keeps nothing between replays."""
 
     def model(q, k, v):
         return attention(q * 2, k, v, causal=True, num_splits=num_splits) + 1
@@ -205,7 +206,8 @@ def test_models_train_as_with_torchs_own(name: str, side: str | None) -> None:
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_models_generate_as_with_torchs_own(name: str, side: str | None, cache: str) -> None:
-    """With a static cache generate compiles the decoding step by itself."""
+    """Models generate the same as with torch's own attention, also where generate compiles the decoding
+    step, as it does with a static cache."""
     pytest.importorskip("transformers")
     from tests.transformers_models import generated, model_of, padding
 

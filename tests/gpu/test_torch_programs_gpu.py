@@ -1,4 +1,4 @@
-"""Programs of torch.compile on the GPU: layouts of lengths there, also in CUDA graphs, and what programs break around."""
+"""Programs of torch.compile on the GPU: layouts whose lengths are there, also in CUDA graphs, and what breaks the program."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_untraced(name: str) -> None:
 
 
 def test_lengths_that_change_between_replays() -> None:
-    """A program in CUDA graphs reads starts where they are now."""
+    """A program in CUDA graphs reads the values that the starts hold at each replay."""
 
     def model(x: Any, starts: Any) -> Any:
         seqs = SeqLayout(seqstart_q=starts, max_seqlen_q=300, max_seqlen_k=300)
