@@ -15,7 +15,7 @@ pytest_plugins = ("pytester",)
 def split(
     shown: dict[str, set[Hashable]], needed: dict[str, set[Hashable]] | None = None
 ) -> tuple[list[str], list[str]]:
-    """The names of the cases that every run has and of those marked for --exhaustive, given the traits that each shows and needs."""
+    """The names of the cases that every run has, and of those for --exhaustive, by the traits that each shows and needs."""
     needed = needed or {name: {name} for name in shown}
     marked = exhaustive.mark(shown, shown.__getitem__, needed.__getitem__)
     names = [each if isinstance(each, str) else each.values[0] for each in marked]

@@ -32,7 +32,7 @@ def test_integers_of_the_host(which: str, wide: bool) -> None:
 
 
 def test_lengths_of_another_library_are_narrowed_with_their_record() -> None:
-    """Lengths of another library, such as CuPy's on a GPU, are narrowed to 32 bits, and so is their dtype in the record."""
+    """Lengths in arrays of another library become int32 operands: torch's here, as CuPy's on a GPU."""
     torch = pytest.importorskip("torch")
     operand = as_jax(torch.tensor([5, 2]))
     assert operand.dtype == np.int32 and operand.tolist() == [5, 2]

@@ -208,7 +208,8 @@ with pytest.raises(TypeError, match=r"^k: .*pass jax.device_put.k, device.*jax.s
 
 @pytest.mark.exhaustive
 def test_gradients_are_sharded_as_what_they_are_of() -> None:
-    """Gradients have the sharding of their inputs, on an explicit mesh, where it is part of the type, and where XLA chooses it."""
+    """Gradients have the sharding of their inputs, on an explicit mesh, where it is part of the
+    type, and where XLA chooses it."""
     code = """
 import jax, jax.numpy as jnp, numpy as np, rawattn.jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

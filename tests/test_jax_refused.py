@@ -232,7 +232,7 @@ def test_derivatives_that_do_not_exist_are_refused() -> None:
     ],
 )
 def test_gradients_that_would_be_zero_are_refused(name: str, align: str, fix: str) -> None:
-    """The gradient of an array that an option holds as a constant is refused, also when other gradients are taken with it."""
+    """The gradient of an array that an option holds as a constant is refused. Gradients of other inputs of the call work."""
     q, x = arrays(1, 9, 2, 16)[0], jnp.ones(2)
 
     def loss(x: Any, q: Any) -> Any:

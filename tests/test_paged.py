@@ -108,8 +108,8 @@ def test_entries_past_the_last_page_hold_anything(junk: int) -> None:
 
 
 def test_pages_behind_the_window_are_the_sequences_no_more() -> None:
-    """Pages behind the window may be freed: their entries may be junk, also under `validate`. Entries of sinks and of the window
-    may not."""
+    """Pages behind the window may be freed: their entries may be junk, also under `validate`. Entries of sinks and of the
+    window may not."""
     call = paged((150, 75), 16, rows=2)
     table = call.block_table.copy()
     freed = table[0, 1:7].copy(), table[1, 1:2].copy()

@@ -94,7 +94,7 @@ def test_a_family_is_asked_for_no_feature_that_it_does_not_list(
 
 
 def test_pages_are_found_by_a_multiplication() -> None:
-    """The multiplication of `quotient` (kernels_cu/tile/rows.cuh) finds the page of every row below 2^31, for all page sizes."""
+    """The multiplication of `quotient` (kernels_cu/tile/rows.cuh) finds the page of rows below 2^31, for every page size."""
     rng = np.random.default_rng(0)
     for size in range(1, 1025):
         inverse, shift = attention_params.division(size)

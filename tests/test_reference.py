@@ -249,8 +249,8 @@ def test_backward_refuses_wrong_shapes(name) -> None:
 
 
 def test_it_takes_the_options_of_the_product() -> None:
-    """The reference takes the options of `rawattn`'s own calls: backend changes nothing, and given arrays are written, except their
-    padding."""
+    """The reference takes the options of `rawattn`'s own calls: backend changes nothing, and given arrays are written, except
+    their padding."""
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 2, 5, 2, 8))
     bias = rng.standard_normal((5, 5))

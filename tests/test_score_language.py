@@ -170,7 +170,7 @@ def test_derivatives_by_differences(dice: random.Random) -> None:
     at = positions(8, dice.randrange(1000))
     where = [at[name] for name in POSITION]
     score = np.linspace(-2.1, 2.3, 8)
-    # As random numbers: at kinks lie only those written out.
+    # Random values do not lie at kinks. Only numbers written out in the text can.
     arrays = {
         name: np.random.default_rng(3).normal(size=x.shape) if x.dtype.kind == "f" else x
         for name, x in mod.arrays.items()

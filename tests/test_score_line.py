@@ -19,7 +19,8 @@ ARRAYS = {
     "row": np.linspace(-1, 1, 9, dtype=np.float32),
     "start": np.int32([3, 5]),
 }
-# Each text is such a line. The flag says whether it is one without a causal mask too.
+# Texts that are a line: the score plus a term linear in the key index. The flag: whether a text is one without a causal mask
+# too.
 LINES = {
     "score": True,
     "score + 2.0": True,
@@ -35,7 +36,7 @@ LINES = {
     "score - abs(kv_idx - q_idx - 1) / 8": False,
     "score + -abs(2 * (q_idx - kv_idx)) * slope[head]": False,
 }
-# Of which rows differ by more than a step.
+# Lines whose rows differ by more than a constant step from row to row.
 UNEVEN = (
     "score + row[q_idx]",
     "slope[head] * (kv_idx - q_idx) + score - row[q_idx]",
@@ -59,7 +60,7 @@ NO_LINES = (
     "where(kv_idx < 4, score, score + 1.0)",
     "where(score < 0, score, score + kv_idx)",
     "where(q_idx < 4, score, -inf)",
-    # Integers wrap around.
+    # Not linear, because integers wrap around.
     "score + (kv_idx - start[batch])",
     "score + kv_idx * 100000",
 )

@@ -351,7 +351,7 @@ def test_minus_infinity_hides_a_key() -> None:
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_are_score_functions_of_their_own(again: Callable[[Any], Any]) -> None:
-    """A copy, as of a model that holds a score function, has its own array, so it has its own identity for torch.compile too."""
+    """A copy, as of a model that holds a score function, has its own array, and so its own identity for torch.compile."""
     slopes = np.arange(3, dtype=np.float32)
     text = "where(on, score * w + slope[head] * n, score)"
     made = ScoreMod(text, slope=slopes, w=0.25, n=3, on=True, wrt="slope")

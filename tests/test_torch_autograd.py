@@ -39,7 +39,7 @@ def _forget_compiled() -> None:
 )
 def test_gradcheck(options: dict[str, Any]) -> None:
     """gradcheck passes with a step of 1e-2 and a tolerance of 1e-3. Float32 rounds values near 1 by 1e-7, which is 1e-5 of a
-    derivative at this step, and the term of second order adds about as much. A wrong factor or a lost term is far above 1e-3."""
+    derivative at this step, and the term of second order adds about as much. A wrong factor or lost term is far above 1e-3."""
     q, k, v = leaves(*(torch.randn(2, n, h, 4) / 2 for n, h in ((5, 2), (7, 1), (7, 1))))
 
     def run(q, k, v):

@@ -59,8 +59,8 @@ def test_a_trace_would_keep_the_result_as_a_constant(run: Any) -> None:
 
 @pytest.mark.parametrize("run", [attention, rawattn.attention])
 def test_tangents_would_be_lost(run: Any) -> None:
-    """A forward-mode tangent of any argument is refused, also beside one that requires a gradient. Calls without tangents work in
-    the same dual level."""
+    """A forward-mode tangent of any argument is refused, also beside one that requires a gradient. Calls without tangents work
+    in the same dual level."""
     (q, k, v), one = random("cpu"), torch.ones(1)
 
     def table(x: Any) -> Any:

@@ -80,7 +80,7 @@ def test_logits_are_those_of_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
 def test_queries_that_are_padding_on_the_right(name: str) -> None:
-    """Queries that are padding on the right see the same keys as with torch's own attention, so a loss over them is equal too."""
+    """Queries that are padding on the right see the same keys as with torch's own attention, so a loss over them is equal."""
     mask = padding("right")
     got, exact = (
         model_of(name, which)(tokens(), attention_mask=mask).logits for which in ("rawattn", "sdpa")

@@ -77,7 +77,7 @@ _SCORED = {
     exhaustive.thin(itertools.product(_SCORED, (None, "right", "left", "both")), 3),
 )
 def test_trains_as_with_eager(name: str, side: str | None, calls: list[Any]) -> None:
-    """Models train as with the eager attention if torch's own attention lacks their scores or needs a mask in memory for them."""
+    """Models train as with the eager attention if torch's own attention lacks their scores, or has them by a mask in memory."""
     option, other = _SCORED[name]
     mask = padding(side)
     model, exact = model_of(name, "rawattn"), model_of(name, "eager")

@@ -25,8 +25,8 @@ def test_pages_are_never_copied() -> None:
 
 @pytest.mark.parametrize("headdim", [64, 96, 128])
 def test_backwards_of_few_rows_and_of_many(headdim: int) -> None:
-    """The backward takes small tiles for few rows if an SM runs several of their blocks at once. The usual variants of both sizes
-    are compiled ahead of time."""
+    """The backward takes small tiles for few rows if an SM runs several of their blocks at once. The usual variants of both
+    sizes are compiled ahead of time."""
 
     def chosen(arch: str, rows: int, keys: int, **options: Any) -> str:
         q, k = (np.broadcast_to(np.float16(0), (2, n, 4, headdim)) for n in (rows, keys))
