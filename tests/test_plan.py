@@ -350,7 +350,7 @@ def test_named_gradients_take_the_short_way(
     assert machine.launched.pop()[7:10] == [own[0], machine.address(dq), own[2]]
     for _ in range(2):
         for named in ({"lse": given[5], "out": given[4]}, {"out": given[4], "lse": given[5]}):
-            made(*given[:4], **named)  # `out` is the forward's result here, which the backward reads
+            made(*given[:4], **named)  # the forward's out, which the backward reads
             assert machine.launched.pop()[:6] == [*map(machine.address, given)]
 
 

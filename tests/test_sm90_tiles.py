@@ -43,7 +43,7 @@ def test_slopes_of_long_sequences_have_rows_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "batch", "heads", "headdim", "shape"),
     [
-        (1, 1000, 16, (32, 8), 64, (8, 1)),  # 128 streams of keys, each with a block on an SM of its own
+        (1, 1000, 16, (32, 8), 64, (8, 1)),  # 128 streams of keys: a block each, one an SM
         (1, 1000, 17, (32, 8), 64, (4, 2)),  # 136 streams: two blocks share an SM
         (1, 1600, 17, (32, 8), 64, (8, 1)),
         (1, 700, 40, (32, 8), 64, (4, 2)),
@@ -231,7 +231,7 @@ def test_blocks_that_share_a_multiprocessor() -> None:
     fields = {"consumers": 1, "tile_k": 64}  # 8 tiles
     alone = time_estimate.duration(problem, 8, fields, 1)
     assert alone < time_estimate.duration(problem, 4, fields, 1, 2) < 2 * alone
-    assert alone == time_estimate.duration(problem, 8, fields, 1, 2)  # each tile has an SM to itself
+    assert alone == time_estimate.duration(problem, 8, fields, 1, 2)  # each has its own SM
 
 
 @pytest.mark.parametrize(

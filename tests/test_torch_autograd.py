@@ -245,7 +245,7 @@ def test_the_plain_call_sees_nothing_that_is_recorded(
         "operator": lambda *x: ops.run(*x, ops.Layout(), no_options)[0],
         "compiled": torch.compile(attention, fullgraph=True, backend="aot_eager"),
     }[way]
-    for create_graph in (False, way != "compiled"):  # compiled, torch refuses it after the other one
+    for create_graph in (False, way != "compiled"):  # compiled, torch refuses it as the second
         q, k, v = leaves(*random("cpu"))
         torch.autograd.grad(run(q, k, v).square().sum(), q, create_graph=create_graph)
         run(q.detach(), k.detach(), v.detach())

@@ -51,7 +51,7 @@ def on_gpu(x: Any) -> Any:
         return tuple(map(on_gpu, x))
     if x.dtype == FLOAT8:
         return on_gpu(x.view(np.uint8)).view(FLOAT8)
-    order = sorted(range(x.ndim), key=lambda n: -x.strides[n])  # of the axes in memory, which the copy keeps
+    order = sorted(range(x.ndim), key=lambda n: -x.strides[n])  # of the axes in memory: it is kept
     return cupy.asarray(x.transpose(order)).transpose(np.argsort(order))
 
 

@@ -80,7 +80,7 @@ def test_scores_in_clusters(case: Case) -> None:
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH and not case.group:
             config = _last_call().prepared.config
-            assert config.cluster == (1 if config.mod_line else 2)  # with mod_line: the tiles of ALiBi
+            assert config.cluster == (1 if config.mod_line else 2)  # mod_line: ALiBi's tiles
 
 
 @pytest.mark.parametrize("case", [case for case in curated() if case.dtype != "float32"], ids=str)

@@ -69,7 +69,7 @@ def test_into_the_callers_own(case: Case, name: str) -> None:
     plan = rawattn.plan(rawattn.attention, q, k, v, **call)
     wanted = bits((own, rawattn.attention(q, k, v, **call)[1]), framework)
     for _ in range(3):
-        plan()[1].fill_(7) if name == "torch" else plan()[1].fill(7)  # must not show in the next result
+        plan()[1].fill_(7) if name == "torch" else plan()[1].fill(7)  # it must not show
         given = full_like(expected, 7)
         out, lse = plan(q, k, v, out=given)
         assert out is given
