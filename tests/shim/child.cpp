@@ -1,4 +1,4 @@
-// A run is a child process: what goes wrong in it ends it, and its last words are what the caller is told.
+// Each run is a child process. A fault ends it, and the message that it wrote to stderr becomes the caller's report.
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -30,7 +30,8 @@ void fail(const char* format, ...) {
 
 int run(const Launch& asked, char* report, int report_bytes) {
   int ends[2];
-  // Compilers that another thread starts meanwhile must not hold the writing end open.
+  // O_CLOEXEC: a compiler that another thread starts meanwhile must not inherit the writing end, or reading the report
+  // would not end before that compiler exits.
   if (asked.threads % asked.wave != 0 || asked.grid % asked.cluster != 0 || pipe2(ends, O_CLOEXEC) != 0) {
     snprintf(report, report_bytes, "cannot launch %d threads in waves of %d, %d blocks in clusters of %d",
              asked.threads, asked.wave, asked.grid, asked.cluster);

@@ -29,8 +29,8 @@ shim_switch:
 )");
 
 void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  // As if `entry` had been called from nowhere: its return address is 0, and 16 bytes are aligned
-  // before that was pushed.
+  // The stack looks as if `entry` had just been called: its return address is 0, and the stack pointer was a multiple
+  // of 16 before that address was pushed. Below it are the six registers that shim_switch pops.
   void** top = reinterpret_cast<void**>(stack + bytes - 16);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(entry);

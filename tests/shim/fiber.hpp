@@ -1,4 +1,4 @@
-// A stack to run on, and the switch from one to another.
+// Execution contexts with stacks of their own (fibers), and the switch from one to another.
 #pragma once
 
 #include <stddef.h>
@@ -8,7 +8,7 @@
 struct Context {
   void* stack_pointer;
 };
-// Saves what a function must preserve on the stack of `from`, then continues where `to` stopped.
+// Saves the callee-saved registers on the current stack and its pointer in `from`, then continues where `to` stopped.
 extern "C" void shim_switch(Context* from, const Context* to);
 
 #else

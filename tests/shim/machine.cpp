@@ -1,6 +1,6 @@
-// The machine under target/host.cuh: fibers for threads, a scheduler for the waves of a cluster's blocks, shared memory
-// between pages that fault. Copies of lanes are in wave_copies.cpp, what only Hopper has in mbarrier.cpp,
-// tensor_copy.cpp and warp_group.cpp.
+// The core of the simulator under target/host.cuh: a fiber for each thread, a scheduler for the waves of a cluster's
+// blocks, and shared memory between two guard pages that fault when touched. wave_copies.cpp has cp.async;
+// mbarrier.cpp, tensor_copy.cpp and warp_group.cpp have the features that only Hopper has.
 #include "machine.hpp"
 
 #include <signal.h>
@@ -28,15 +28,15 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kStackBytes = 64 * kPage;
-constexpr unsigned kSecondsAllowed = 120;
-constexpr unsigned kNever = 1u << 30;
+constexpr unsigned kSecondsAllowed = 120;  // of one launch, until SIGALRM ends the child process
+constexpr unsigned kNever = 1u << 30;      // draw(kNever) == 0 practically never
 
 enum class Waits {
   kNot,
-  kWave,       // for the other lanes
+  kWave,       // for the other lanes of the wave
   kBlock,      // for the other threads of the block
-  kCluster,    // for those of the cluster
-  kCondition,  // by itself
+  kCluster,    // for the other threads of the cluster
+  kCondition,  // for a condition of its own
   kExited,
 };
 
@@ -48,15 +48,15 @@ struct Fiber {
   Combine combine;
   void* payload;
   Condition condition;
-  bool waited;  // for the kernels before this one
+  bool waited;  // it has called wait_for_prior_kernels
 };
 
 Context scheduler;
-std::vector<Fiber> fibers;  // of the cluster's blocks, one after the other
+std::vector<Fiber> fibers;  // index: rank of the block x threads of a block + thread
 unsigned char* stacks;
 unsigned random_state;
 
-// `bytes` of memory that start on a page and have a page that faults before and after them.
+// Allocates `bytes` of memory that begin at a page boundary, with a guard page that faults on either side.
 unsigned char* fenced(size_t bytes) {
   const size_t body = (bytes + kPage - 1) / kPage * kPage;
   void* const region = mmap(nullptr, body + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -73,7 +73,7 @@ void set_running(int fiber) {
   running = fiber % launch.threads;
 }
 
-// Called by its last thread.
+// Called by the last thread of the block that exits.
 void check_block_at_exit() {
   const size_t copies = copies_to(rank, 0, launch.shared_bytes);
   if (copies != 0) fail("ends while %zu copies are under way", copies);
@@ -141,7 +141,7 @@ void describe(char* text, size_t size, int n) {
   fail("threads of one %s diverged: %s, %s", what, first, second);
 }
 
-// Completes what all lanes of the wave wait for together, if that is so.
+// Completes a wave-wide operation if all lanes of the wave wait in the same one.
 void complete_meeting(int wave) {
   const int first = wave * launch.wave;
   void* payloads[64];
@@ -156,8 +156,9 @@ void complete_meeting(int wave) {
   for (int lane = 0; lane < launch.wave; lane++) fibers[first + lane].waits = Waits::kNot;
 }
 
-// Lets the lanes that can run do so until they wait or exit, now and then only the first few. False
-// when none can. Other waves may come in between before what the lanes then wait for is completed.
+// Runs each lane that can run until it waits or exits; at random only the first few lanes, from either end of the wave.
+// Returns false when no lane can run. The operation that the lanes then wait in is completed by the next call, so other
+// waves may run before that.
 bool advance(int wave) {
   const int first = wave * launch.wave;
   complete_meeting(wave);
@@ -179,7 +180,8 @@ bool advance(int wave) {
   return can;
 }
 
-// Nothing moves any more: why?
+// Reports what each thread waits for when none can continue. Threads of a wave that wait in the same operation are
+// reported once.
 [[noreturn]] void deadlock() {
   char text[4096];
   int length = 0;
@@ -207,8 +209,9 @@ void pass_sync(int block) {
   for (int n = 0; n < launch.threads; n++) fibers[block * launch.threads + n].waits = Waits::kNot;
 }
 
-// Completes what all threads of the cluster wait for together, or those of a block: of one at a time, which gets ahead
-// of the others. False where there is neither.
+// Completes a cluster_sync in which all threads of the cluster wait. Otherwise completes a block_sync in which all
+// threads of a block wait: of one random block at a time, so that this block gets ahead of the others. Returns false if
+// there is neither.
 bool complete_sync() {
   if (all_wait(Waits::kCluster, 0, static_cast<int>(fibers.size()))) {
     cluster_syncs++;
@@ -223,7 +226,8 @@ bool complete_sync() {
   return !complete.empty();
 }
 
-// Goes on from where every wave is stuck. False when all blocks are done.
+// Called when no wave can run: completes a barrier, or delivers a copy. Returns false when all blocks are done, and
+// fails on a deadlock.
 bool leave_standstill() {
   if (complete_sync()) return true;
   if (copies_under_way() != 0) {
@@ -246,15 +250,16 @@ bool leave_standstill() {
 }
 
 void run_waves() {
-  // How long a wave stays ahead: it keeps its turn as far as it can go, or loses it now and then,
-  // or nearly always. And how long copies take: until nobody can go on without them, or less.
+  // After each step another wave is chosen with probability 1 / stays: never (a wave runs until it waits), seldom or
+  // often. After each step a copy is delivered with probability 1 / delay; with kNever, copies arrive only when no wave
+  // can run.
   const unsigned turns[] = {kNever, 16, 2};
   const unsigned delays[] = {kNever, 40, 6, 1};
   const unsigned stays = turns[draw(3)];
   const unsigned delay = delays[draw(4)];
   const int waves = static_cast<int>(fibers.size()) / launch.wave;
   std::vector<int> ready;
-  std::vector<int> waiting;  // for a condition: whatever happens may fulfil it
+  std::vector<int> waiting;  // waves with a lane that waits for a condition: any event may fulfil it
   const auto wake = [&] {
     ready.insert(ready.end(), waiting.begin(), waiting.end());
     waiting.clear();
@@ -324,7 +329,7 @@ void on_fault(int signal, siginfo_t* info, void*) {
 }  // namespace
 
 void run_grid() {
-  // A thread that overflows its stack needs another one to say so.
+  // The handler runs on a stack of its own, since a fault may be the overflow of a thread's stack.
   static unsigned char fault_stack[16 * kPage];
   stack_t other{};
   other.ss_sp = fault_stack;
@@ -341,10 +346,10 @@ void run_grid() {
   fibers.resize(launch.cluster * launch.threads);
   stacks = fenced(fibers.size() * (kStackBytes + kPage));
   for (size_t n = 0; n < fibers.size(); n++) {
-    // Stacks grow downwards: the page after a stack ends the next one.
+    // Stacks grow downwards: the guard page after a stack catches an overflow of the next stack.
     mprotect(stacks + n * (kStackBytes + kPage) + kStackBytes, kPage, PROT_NONE);
   }
-  // Seeds that differ a little give turns that differ a lot.
+  // Spreads seeds, so that consecutive ones give unrelated orders; xorshift needs a state other than 0.
   random_state = launch.seed * 2654435761u | 1u;
   for (int block = 0; block < launch.grid; block += launch.cluster) run_cluster(block);
 }

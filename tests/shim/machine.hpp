@@ -1,4 +1,4 @@
-// Runs a kernel compiled for target/host.cuh.
+// The simulator's interface: runs a kernel that was compiled against target/host.cuh.
 #pragma once
 
 namespace host {
@@ -6,16 +6,17 @@ namespace host {
 struct Launch {
   void (*kernel)(const void* const* params);
   const void* const* params;
-  int grid, cluster;  // blocks, and how many of them run together
+  int grid, cluster;  // blocks of the grid, and blocks of one cluster
   int threads, wave, shared_bytes;
-  unsigned seed;  // of the order in which waves and lanes take turns
+  unsigned seed;  // of the random order in which waves and lanes run and copies arrive
 };
 
-// Runs the blocks in a child process, so that whatever a kernel does ends there. Returns 0, or 1
-// with the reason in `report`.
+// Runs all blocks in a child process, so that a crash or a deadlock of the kernel ends only that process. Returns 0, or
+// 1 with the reason in `report`.
 int run(const Launch& launch, char* report, int report_bytes);
 
-// A value for each parameter, in order: braces evaluate from left to right.
+// Calls the kernel from a constructor, since the arguments in the braces of `call` are evaluated from left to right:
+// each takes the next entry of `params`.
 template <class... Params>
 struct Call {
   Call(void (*kernel)(Params...), const Params&... params) { kernel(params...); }
@@ -39,8 +40,8 @@ int bytes_of(void (*)(Params...), int parameter) {
 
 }  // namespace host
 
-// What Python calls; all else is hidden, so that kernels loaded into one process do not share what
-// has the same name.
+// The functions that Python calls. All other symbols are hidden (-fvisibility=hidden): libraries of several kernels are
+// loaded into one process and define the same names.
 #define SHIM_EXPORT extern "C" __attribute__((visibility("default")))
 #define SHIM_ENTRY(kernel)                                                                                  \
   SHIM_EXPORT int shim_parameter_bytes(int parameter) { return host::bytes_of(kernel, parameter); }         \

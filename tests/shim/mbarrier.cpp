@@ -1,5 +1,5 @@
-// Who waits for whom: barriers in shared memory that count arrivals and bytes, and the block's
-// sixteen numbered ones that count threads.
+// Barriers: mbarriers in shared memory, which count arrivals and bytes, and the block's sixteen named barriers, which
+// count threads.
 #include <stdio.h>
 #include <string.h>
 
@@ -11,33 +11,33 @@
 namespace host {
 namespace {
 
-constexpr int kMost = (1 << 20) - 1;  // arrivals, or bytes, that an mbarrier can count
+constexpr int kMost = (1 << 20) - 1;  // the most arrivals, or bytes, that an mbarrier can count
 constexpr int kNamed = 16;
 
 struct Mbarrier {
-  int rank;  // of its block
+  int rank;  // cluster rank of its block
   size_t offset;
-  int arrivals;     // of a phase
-  int pending;      // of this one
-  long long bytes;  // announced and not yet here; below 0 if they came before they were announced
+  int arrivals;     // arrivals that complete a phase
+  int pending;      // arrivals that the current phase still lacks
+  long long bytes;  // bytes expected minus bytes arrived: below 0 if bytes arrived before they were expected
   unsigned long long phase;
   int owner;                 // the thread that initialised it
-  int syncs, cluster_syncs;  // that its block, and the cluster, had passed then
-  bool fenced;               // TMA knows of it
+  int syncs, cluster_syncs;  // the counts of its block and of the cluster when it was initialised
+  bool fenced;               // fence_mbarrier_init has made it visible to TMA
 };
 
 struct Named {
   int threads, arrived;
   unsigned long long generation;
-  std::vector<int> waves;  // that arrived
+  std::vector<int> waves;  // waves that have arrived
 };
 
 std::vector<Mbarrier> mbarriers;
-std::vector<Named> named;  // kNamed of each block
+std::vector<Named> named;  // kNamed for each block
 
 Named& named_at(int rank, size_t id) { return named[rank * kNamed + id]; }
 
-// What lies in the shared memory of a barrier, so that it is seen when others write there.
+// The pattern kept in an mbarrier's shared memory: if it has changed, something has overwritten the mbarrier.
 unsigned long long mark_of(size_t offset) { return 0xb1a5ed0000000000ull + offset; }
 
 Mbarrier& barrier_at(int rank, size_t offset, const char* what) {
@@ -51,7 +51,8 @@ Mbarrier& barrier_at(int rank, size_t offset, const char* what) {
   fail("%s: the mbarrier at byte %zu is not initialised", what, offset);
 }
 
-// The one of the block `to` at the offset of `pointer`, which the running thread must know to be initialised.
+// The mbarrier of block `to` at the offset of `pointer`. Fails unless its initialisation is visible to the running
+// thread: after a block_sync (cluster_sync for another block's), or to the thread that initialised it.
 Mbarrier& find(const void* pointer, int to, const char* what) {
   const size_t offset = offset_in_shared(pointer, 8, 8, what);
   check_reaches(to, what);
@@ -119,7 +120,8 @@ void mbarrier_wait(void* pointer, unsigned parity) {
   if (parity > 1) fail("mbarrier_wait: parity %u", parity);
   const Mbarrier& barrier = find(pointer, rank, "mbarrier_wait");
   const auto passed = [](const Condition& condition) {
-    // Phase n has parity n % 2: the one before the current has completed.
+    // Phase n has parity n % 2. All phases before the current one have completed, so a wait for the other parity
+    // returns.
     return barrier_at(condition.rank, condition.at, "mbarrier_wait").phase % 2 != condition.number;
   };
   const auto tell = [](const Condition& condition, char* text, size_t size) {

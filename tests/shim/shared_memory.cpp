@@ -1,4 +1,4 @@
-// The shared memory of the block whose turn it is: where it lies, and what reaches beyond it.
+// The running block's shared memory: addresses, offsets and the checks that an access stays inside.
 #include "inside.hpp"
 #include "machine.hpp"
 #include "target/host.cuh"

@@ -1,6 +1,6 @@
-// What travels to shared memory, which is NaN until it arrives: TMA's boxes of a tensor, and numbers that a
-// block sends to another one of its cluster. And boxes that the engine stores: it reads them as late as may be, and
-// what a thread wrote into them must have been fenced.
+// Asynchronous transfers. TMA loads of boxes, and numbers that a block sends to another block of its cluster: the
+// destination in shared memory is NaN until they arrive. TMA stores of boxes: shared memory is read at some time
+// between the store and its wait, and the threads that wrote it must have called fence_async_proxy.
 #include <string.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace host {
 namespace {
 
 constexpr int kRank = 5;
-constexpr size_t kRow = 128;  // bytes of a box that are contiguous, in the 128-byte swizzle
+constexpr size_t kRow = 128;  // bytes of a box's innermost axis, in the 128-byte swizzle
 
 struct Box {
   ptx::TensorMap map;
@@ -35,29 +35,29 @@ struct Box {
 
 struct Copy {
   const char* name;
-  int rank, thread;  // that asked for it
+  int rank, thread;  // the block and thread that issued it
   int to;            // the rank of the block that receives it
   size_t offset, bytes, barrier;
-  Box box;        // without rows where a number comes
+  Box box;        // has no rows if a number was sent
   unsigned sent;  // the number
 };
 
 struct Store {
-  int rank, thread;  // that asked for it
+  int rank, thread;  // the block and thread that issued it
   size_t offset;
   Box box;
-  std::vector<unsigned char> asked;  // what lay there then
+  std::vector<unsigned char> asked;  // the bytes of shared memory when it was issued
   bool committed, done;
 };
 
-// What a thread wrote and has not fenced.
+// Bytes that a thread has written with stmatrix and not fenced.
 struct Written {
   int rank, thread;
   size_t offset, bytes;
 };
 
 std::vector<Copy> under_way;
-std::vector<Store> stores;  // that no thread has waited for
+std::vector<Store> stores;  // issued and not waited for
 std::vector<Written> unfenced;
 
 template <class T, class Which>
@@ -65,14 +65,16 @@ void erase_if(std::vector<T>& all, Which which) {
   all.erase(std::remove_if(all.begin(), all.end(), which), all.end());
 }
 
-// Where a byte of a box lies: among the 128 bytes of a row, the eight pieces of 16 are exchanged as
-// the row's offset among eight says. It is the address that counts, not the offset in the box.
+// The offset in shared memory of a byte of a box, with the 128-byte swizzle: the index of a 16-byte piece in its row of
+// 128 bytes is XORed with the row's number modulo 8. The row's number is taken from the address, not from the offset in
+// the box.
 size_t swizzled(size_t offset) {
   const size_t address = offset + kSharedAddress;
   return (address ^ ((address >> 7 & 7) << 4)) - kSharedAddress;
 }
 
-// The part of a box's row that lies inside the tensor: bytes of the tensor and of the box. Nothing for other rows.
+// The part of a box's row that lies inside the tensor: its address in the tensor, its first byte in the row and its
+// size. The size is 0 for a row that lies outside.
 struct Inside {
   unsigned char* tensor;
   size_t begin, bytes;
@@ -94,7 +96,7 @@ Inside inside_row(const Box& box, size_t n) {
   return {tensor + (first + begin) * map.itemsize, begin * map.itemsize, (end - begin) * map.itemsize};
 }
 
-// What lies outside the tensor arrives as zeros, is not read, and counts.
+// Elements outside the tensor are not read, arrive as zeros, and count in the bytes of the mbarrier.
 void copy_box(const Box& box, unsigned char* shared, size_t offset) {
   for (size_t n = 0; n < box.rows(); n++) {
     unsigned char bytes[kRow] = {};
@@ -106,7 +108,7 @@ void copy_box(const Box& box, unsigned char* shared, size_t offset) {
   }
 }
 
-// What lies outside the tensor is not written.
+// Elements outside the tensor are not written.
 void store_box(const Box& box, const unsigned char* shared, size_t offset) {
   for (size_t n = 0; n < box.rows(); n++) {
     unsigned char bytes[kRow];
@@ -118,12 +120,13 @@ void store_box(const Box& box, const unsigned char* shared, size_t offset) {
   }
 }
 
-// Of the running thread.
+// The box that the running thread asks for; fails if a GPU could not transfer it.
 Box check_box(const char* name, const ptx::TensorMap& map, const int (&coordinates)[kRank]) {
   if (map.box[0] * map.itemsize != kRow) fail("%s: boxes of the 128-byte swizzle are that wide here", name);
   Box box{map, {}};
   memcpy(box.coordinates, coordinates, sizeof(coordinates));
-  // Seen on a GPU: the launch ended with an illegal access, where maps of ragged batches begin before their array.
+  // Seen on a GPU: such a box ended the launch with an illegal access, since the maps of ragged batches begin before
+  // their array.
   if (map.origin != 0 && box.misses_map()) {
     fail("%s: for a box wholly outside, the engine touches the map's origin, %lld bytes from the array", name,
          map.origin);
@@ -168,9 +171,9 @@ void copy_tensor(void* pointer, const ptx::TensorMap& map, void* barrier, const 
   check_prerequisites("copy_tensor");
   Copy copy{"copy_tensor", rank, running, rank, 0, 0, 0, check_box("copy_tensor", map, coordinates), 0};
   copy.bytes = copy.box.rows() * kRow;
-  // The engine wants 128 bytes; products want the 1024 after which the swizzle repeats.
+  // TMA requires 128 bytes; wgmma requires the 1024 bytes after which the swizzle repeats.
   copy.offset = offset_in_shared(pointer, copy.bytes, 1024, copy.name);
-  // Each receiver's arrives at a time of its own.
+  // A multicast is one copy for each receiver, so that they arrive at different times.
   for (int n = 0; n < receivers; n++) {
     if (receivers > 1) copy.to = n;
     copy.barrier = check_mbarrier(barrier, copy.to, copy.name);
@@ -190,7 +193,7 @@ void stmatrix(void* row, const unsigned (&r)[4]) {
     const unsigned* r;
   } mine{static_cast<unsigned char*>(row), r};
   offset_in_shared(row, 16, 16, "stmatrix");
-  // Lane 8 i + n brings the offset of row n of matrix i, and lane 4 n + m the m-th pair of that row.
+  // Lane 8 i + n brings the address of row n of matrix i. Lane 4 n + m has the m-th pair of elements of that row.
   const auto store = [](void* const* payloads) {
     for (int lane = 0; lane < kWarp; lane++) {
       for (int matrix = 0; matrix < 4; matrix++) {
@@ -288,7 +291,7 @@ size_t copies_to(int to, size_t begin, size_t end) {
   return count;
 }
 
-// In any order.
+// Delivers one transfer under way, chosen at random.
 void deliver_copy() {
   unsigned chosen = draw(static_cast<unsigned>(copies_under_way()));
   if (chosen >= under_way.size()) {

@@ -1,8 +1,7 @@
-// What the four warps of a warpgroup do alike: products of operands in shared memory that run while
-// the threads do something else, and giving registers away.
+// Operations of a whole warpgroup: asynchronous products (wgmma) and changes of the register count (setmaxnreg).
 //
-// A product is computed as early or as late as may be: when it is committed or when it is waited
-// for. Until then its accumulators are NaN to the thread, and copies must stay away from its operands.
+// A product is computed at a commit (its own or a later one) or only at its wait, at random. Until the wait its
+// accumulators are NaN to the thread, and no copy may write to its operands.
 #include <string.h>
 
 #include <algorithm>
@@ -15,20 +14,20 @@ namespace host {
 namespace {
 
 constexpr int kWarps = kWarpgroup / kWarp;
-constexpr int kRows = 16;  // of a warp: 64 for the group
+constexpr int kRows = 16;  // rows of the accumulator that a warp holds: 64 in the warpgroup
 constexpr int kDepth = 16;
 constexpr int kMostColumns = 256;
 constexpr int kElementsA = 8;
-constexpr int kRegisters = 65536;
+constexpr int kRegisters = 65536;  // of an SM
 
-// Accumulators that the machine has taken from a thread.
+// A thread's accumulators while products are under way: the simulator keeps their values, and `visible` holds NaN.
 struct Held {
   float* visible;
   std::vector<float> values;
-  int products;  // that will still add to them
+  int products;  // products under way that add to them
 };
 
-// A product as one thread has asked for it.
+// A product as one thread has issued it.
 struct Request {
   Product product;
   float* c;
@@ -38,43 +37,44 @@ struct Request {
 
 struct Lane {
   bool fenced;
-  std::vector<Request> requests;  // not committed
+  std::vector<Request> requests;  // issued and not committed
   std::vector<Held> held;
 };
 
-// The same as a warp has.
+// A committed product of a warp: the requests of its lanes.
 struct Issued {
   std::vector<Request> of_lane;
   bool computed;
 };
 
 struct Warp {
-  std::vector<std::vector<Issued>> groups;  // committed and not waited for
-  size_t actions;                           // in the log of its warpgroup
-  int registers;                            // of a thread; 0 = as launched
+  std::vector<std::vector<Issued>> groups;  // committed and not waited for, oldest first
+  size_t actions;                           // how many actions of its warpgroup's log it has done
+  int registers;                            // registers of a thread; 0 = as launched
 };
 
-// What all warps of the group must do in this order.
+// An operation that all warps of a warpgroup must do, in the order of the warpgroup's log.
 struct Action {
   const char* name;
   Product product;
   int registers;
 };
 
-// What a block has under way.
+// The state of one block.
 struct Products {
   std::vector<Lane> lanes;
   std::vector<Warp> warps;
-  std::vector<std::vector<Action>> logs;  // of warpgroups
+  std::vector<std::vector<Action>> logs;  // one for each warpgroup
 };
-std::vector<Products> products;  // by the block's rank
+std::vector<Products> products;  // by the rank of the block
 
 std::vector<Lane>& lanes() { return products[rank].lanes; }
 std::vector<Warp>& warps() { return products[rank].warps; }
 std::vector<std::vector<Action>>& logs() { return products[rank].logs; }
 
-// What each bit of the lane, then of the element, adds to the row and to the column (PTX ISA, "Register
-// Fragments for wgmma.mma_async.m64nNk16"). Written down apart from the kernel's own maps.
+// The accumulator layout (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): entry i of kLane says how many
+// rows and columns bit i of the lane adds, kElement the same for the bits of the element's index. Stated independently
+// of the kernels' own layout maps, which it tests.
 struct Step {
   int row, column;
 };
@@ -105,8 +105,8 @@ struct Positions {
 };
 constexpr Positions kPositions;
 
-// An operand by its descriptor (PTX ISA, "Matrix Descriptor Format"): of 16 bits in the 128-byte swizzle, of tf32
-// without one.
+// An operand in shared memory, decoded from its descriptor (PTX ISA, "Matrix Descriptor Format"). Operands of 16-bit
+// elements have the 128-byte swizzle, operands of tf32 have none.
 struct Operand {
   Type type;
   ptx::Major major;
@@ -120,7 +120,7 @@ struct Operand {
         stride(static_cast<unsigned>(bits >> 32 & 0x3fff) << 4) {
     if (bits >> 62 != (type == Type::kTf32 ? 0 : 1)) fail("descriptor %#llx: of another swizzle", bits);
     if ((bits & 0x3fffc000c000c000ull) != 0) fail("descriptor %#llx: a field has grown into the next one", bits);
-    // The eight rows after which the swizzle repeats.
+    // The swizzle repeats after eight rows of 128 bytes: operands must start in the first of such eight rows.
     if (type != Type::kTf32 && (start >> 7 & 7) != 0)
       fail("descriptor %#llx: starts inside of 1024 bytes that belong together", bits);
   }
@@ -129,13 +129,13 @@ struct Operand {
     return major == ptx::Major::K ? at(outer, depth) : at(depth, outer);
   }
 
-  // Without a swizzle: eight rows of 16 bytes, as deep as those are, follow each other.
+  // The address without a swizzle: a core matrix is eight consecutive rows of 16 bytes, four elements of depth.
   unsigned address_of_16(unsigned row, unsigned depth) const {
     return start + row / 8 * stride + row % 8 * 16 + depth / 4 * leading + depth % 4 * 4;
   }
 
  private:
-  // Eight rows of 128 bytes make 1024 bytes, wherever the next eight lie.
+  // The address before the swizzle: eight rows of 128 bytes are contiguous, `stride` leads to the next eight.
   unsigned at(unsigned row, unsigned along) const {
     return start + row / 8 * stride + row % 8 * 128 + along / 64 * leading + along % 64 * 2;
   }
@@ -147,7 +147,7 @@ float number(Type type, unsigned short bits) {
   return type == Type::kBfloat16 ? target::to_float(bfloat16{bits}) : target::to_float(float16{bits});
 }
 
-// Of an operand whose bytes are known to lie in shared memory.
+// One element of an operand. The caller has checked that its bytes lie in shared memory.
 float number_of(const Operand& operand, unsigned outer, unsigned depth) {
   if (operand.type == Type::kTf32) {
     unsigned bits;
@@ -167,11 +167,11 @@ void each_range(const Product& product, int warp, const Visit& visit) {
     const size_t begin = offset_of_address(address, bytes, "wgmma");
     visit(begin, begin + bytes);
   };
-  // Of those rows of A or columns of B, all of which are `all`.
+  // Visits the rows of A, or columns of B, from `first` on, `count` of the operand's `all`.
   const auto operand = [&](const Operand& x, int all, int first, int count) {
     if (x.type == Type::kTf32) {
-      // compute-sanitizer takes an operand to be as many bytes side by side as it has elements, also where both halves
-      // of a row are the same bytes: it must not lie at the end of shared memory.
+      // compute-sanitizer assumes that the operand's elements are contiguous and distinct. Where both halves of the
+      // depth are the same bytes it therefore expects twice the bytes, which must lie in shared memory too.
       offset_of_address(x.start, all * 32, "wgmma");
       for (int outer = first; outer < first + count; outer++) {
         for (int depth = 0; depth < 8; depth += 4) range(x.address_of_16(outer, depth), 16);
@@ -249,7 +249,7 @@ void compute(const Issued& issued, int warp) {
   }
 }
 
-// Gives back to the threads what the oldest group of a warp has computed.
+// Finishes the oldest committed group of a warp: gives its threads the accumulators that no later product adds to.
 void retire(int warp) {
   std::vector<std::vector<Issued>>& groups = warps()[warp].groups;
   for (Issued& issued : groups.front()) {
@@ -276,7 +276,7 @@ bool same(const Product& x, const Product& y) {
          x.b == y.b;
 }
 
-// Called when a warp does what its group must do alike.
+// Called when a warp does an operation of its whole warpgroup: fails if another warp's n-th operation was another one.
 void act(const Action& action) {
   const int warp = running / kWarp;
   if ((warp / kWarps + 1) * kWarpgroup > launch.threads) fail("%s outside of a whole warpgroup", action.name);

@@ -1,4 +1,4 @@
-// Copies of lanes to shared memory, which stay away until they are waited for.
+// Asynchronous copies that each lane issues (cp.async). The destination is NaN until the copy has been waited for.
 #include <string.h>
 
 #include <vector>
@@ -14,13 +14,13 @@ namespace {
 struct Copy {
   void* shared;
   const void* global;
-  int bytes, readable;  // zeros stand behind those
+  int bytes, readable;  // the `readable` first of `bytes` are copied, the rest becomes 0
 };
 struct Copies {
   std::vector<Copy> copies;
-  std::vector<size_t> groups;  // how many of them there were at each commit
+  std::vector<size_t> groups;  // the number of copies at each commit: where each group ends
 };
-std::vector<Copies> by_thread;  // of the cluster
+std::vector<Copies> by_thread;
 
 }  // namespace
 
