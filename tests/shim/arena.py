@@ -1,6 +1,6 @@
-"""Addresses that the process of the tests shares with the one that runs kernels (`tests.shim.runner`).
+"""An address range that the test process shares with the process that runs kernels (`tests.shim.runner`).
 
-To the tests all of it is readable and writable; what a kernel may touch of it, each launch says.
+The tests can read and write all of it. Each launch says which parts its kernel may touch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Arena:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What kernels may touch."""
+        """The regions that kernels may touch."""
         return tuple(self._regions.values())
 
     def take(self, size: int, *, readonly: bool) -> int:
@@ -45,11 +45,11 @@ class Arena:
         return start
 
     def forbid(self, start: int) -> None:
-        """From here on no kernel may touch what was taken at `start`."""
+        """Makes every later access by a kernel to the region taken at `start` fault."""
         self._regions.pop(start, None)
 
     def release(self, start: int, size: int) -> None:
-        """Gives its memory back."""
+        """Forbids the region and gives its memory back to the operating system."""
         self.forbid(start)
         if _libc.madvise(start, size, _MADV_REMOVE):
             raise OSError(ctypes.get_errno(), "madvise")

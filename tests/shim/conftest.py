@@ -1,4 +1,4 @@
-"""Kernels on the CPU: their own source, compiled by g++ and run on a machine made of fibers."""
+"""Fixtures for kernels on the CPU: their source is compiled by g++ and runs on a simulated GPU with a fiber per thread."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from tests.shim.on_device import Put
 from tests.shim.shim import Builder
 
 _HERE = Path(__file__).parent
-# Of how many cases every run has one, in files whose kernels take long to compile. GPUs run Hopper's by themselves, which this
-# machine imitates.
+# For files whose kernels take long to compile: every run has about one case in this many. .ci/gpu runs the kernels on a GPU.
 _STEPS = {
     **{
         f"test_sm90_{name}": 16
@@ -49,13 +48,13 @@ _STEPS = {
         )
     },
 }
-# Tests whose kernels are compiled while those before them run. Not all: most are another process's to run.
+# How many tests ahead kernels are compiled in the background. Few, since other processes run most of the tests that follow.
 _AHEAD = 8
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first case of each test, and of the others some by chance, the same ones each time."""
+    """Marks as exhaustive all but the first case of each test and a pseudo-random choice, the same in each run."""
     shown: set[str] = set()
     for item in items:
         step = _STEPS.get(item.path.stem, 1) if item.path.parent == _HERE else 1
@@ -90,7 +89,7 @@ def builder(request: pytest.FixtureRequest, _builder: tuple[Builder, dict[str, i
 
 @pytest.fixture
 def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    """Makes a device with waves of 32 or 64 threads, `checked` for undefined behaviour, as of an architecture."""
+    """Makes a device with waves of 32 or 64 threads. checked: with the undefined-behaviour sanitizer."""
 
     def make(wave: int = 32, checked: bool = False, arch: str = "sm_80") -> Device:
         device = Device(Machine(builder, wave, checked), arch)
@@ -102,7 +101,7 @@ def machine(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
 
 @pytest.fixture
 def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    """Makes a device for kernels of Hopper's own; seed: in which order what is asynchronous is done."""
+    """Makes a device for Hopper's kernels. seed: of the order in which threads run and copies arrive."""
 
     def make(seed: int = 1, checked: bool = False) -> Device:
         device = Device(Machine(builder, seed=seed, checked=checked), sm90_forward.ARCH)
@@ -114,5 +113,5 @@ def hopper(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
 
 @pytest.fixture
 def put(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Put:
-    """To a device with waves of 32 threads."""
+    """Puts arrays on a device with waves of 32 threads."""
     return Put(Device(Machine(builder, 32)), monkeypatch)

@@ -1,6 +1,6 @@
 """A stand-in for CuPy under rawattn's launch code: its memory is the shim's, its kernels are built by g++.
 
-What launch code writes, sizes and orders is thus run as it is, without a GPU.
+The launch code itself (parameters, sizes, order of launches) thus runs unchanged, without a GPU.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tests.shim.tensor_map import encode
 
 MakeDevice = Callable[..., "Device"]
 
-# As of an H100.
+# The shared memory of an H100, in bytes, and three SMs.
 ATTRIBUTES = {"shared_limit": 232448, "multiprocessors": 3}
 
 
 class Device:
-    """Launches made while it is installed run on `machine`, one after the other, and are done when they return.
+    """While it is installed, each launch runs on `machine` and is complete when it returns.
 
-    arch: what launch code is told; kernels of Hopper's own run where it is sm_90a.
+    arch: the architecture that launch code sees; sm_90a makes it choose Hopper's kernels.
     """
 
     def __init__(self, machine: Machine, arch: str = "sm_80") -> None:
         self._machine, self._arch = machine, arch
         self.memory: list[Memory] = []  # all that kernels may touch
-        self.launched: list[str] = []  # entries of kernels, in order
-        self.summaries: list[str] = []  # likewise
+        self.launched: list[str] = []  # entries of the launched kernels, in order
+        self.summaries: list[str] = []  # summaries of the launched kernels, in order
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def memset(address: int, value: int, nbytes: int, stream: int) -> None:
@@ -63,12 +63,12 @@ class Device:
         raw = np.full(count * np.dtype(dtype).itemsize, POISON, np.uint8)
         memory = self.keep(Memory("scratch", raw.view(dtype), readonly=False))
         array = _Array(memory)
-        # What nobody holds any more is nobody's to touch. (Kernels are done when their launch returns.)
+        # No kernel may touch an array that is no longer referenced. (A kernel is complete when its launch returns.)
         weakref.finalize(array, memory.free)
         return array
 
     def lengths(self, lengths: Lengths) -> Lengths:
-        """As the caller's arrays on the device, which the host does not read."""
+        """The same lengths as arrays on the device, which the host does not read."""
 
         def side(each: Side) -> Side:
             start, length = (
@@ -83,7 +83,7 @@ class Device:
 
     @contextmanager
     def telling(self, side: str = "k", **wild: Any) -> Iterator[None]:
-        """Integers of one side that the host would refuse replace good ones in the device's memory."""
+        """Puts integers of one side that the host would refuse in the device's memory, in place of the valid ones."""
         lengths = self.lengths
 
         def changed(given: Lengths) -> Lengths:
@@ -102,7 +102,7 @@ class Device:
 
 
 class Allocator:
-    """What launch code asks of the framework whose memory it uses."""
+    """The functions that launch code calls of the framework whose memory it uses."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What a forward launches on a GPU, with the shim's kernels and memory."""
+"""The kernels that a forward launches on a GPU, run on the simulator with parameters that the tests fill in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.shim.tensor_map import encode
 
 @dataclass(frozen=True)
 class Machine:
-    """How kernels are built and run."""
+    """A simulated GPU: how its kernels are built and run."""
 
     builder: Builder
     wave: int = 32
@@ -34,14 +34,14 @@ class Machine:
     seed: int = 1
 
     def run(self, source: Any, *params: Any, **launch: Any) -> None:
-        """params: the kernel's, each an array of one element."""
+        """params: the kernel's parameters, each an array of one element."""
         build = Build(source, self.wave, self.checked, self.fibers)
         values = [each[0] for each in params]
         self.builder.kernel(build).run(*values, seed=self.seed, **launch)
 
 
 class Operand:
-    """An array with strides, in memory that ends where it ends."""
+    """A strided array in memory that holds exactly the bytes it spans, so that an access outside faults."""
 
     def __init__(self, name: str, array: Strided, *, readonly: bool = True) -> None:
         itemsize = array.buffer.itemsize
@@ -59,14 +59,14 @@ class Operand:
         self.strides = tuple(itemsize * stride for stride in array.strides)
 
     def buffer(self) -> np.ndarray:
-        """All of the array's buffer as it is now."""
+        """The whole buffer that the array is a view of, with the memory's present content."""
         buffer = self._array.buffer.copy()
         buffer[self._first : self._end] = self.memory.array()
         return buffer
 
 
 def operands_of(arrays: Mapping[str, Strided]) -> Operands:
-    """How arrays lie in memory, as a kernel is chosen by it."""
+    """The strides and the alignment of arrays, by which a kernel is chosen."""
     pointers = 0
     strides = {}
     for name, array in arrays.items():
@@ -114,9 +114,9 @@ class Forward:
         section_keys: int | None = None,
         fill: bool = False,
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The whole buffer of `out`, and lse.
+        """Returns the whole buffer of `out`, and lse.
 
-        exact_grid: launch as many blocks as there are tiles, else as many as there may be.
+        exact_grid: launch one block per tile and head, else as many as launch code would from the bounds that it knows.
         fill: write the padding rows as well.
         """
         filled, memory, tiles = self._describe(machine, config, exact_grid, section_keys)
@@ -144,9 +144,9 @@ class Forward:
         own_order: bool = False,
         fill: bool = False,
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The same by Hopper's kernel, on a GPU that holds `blocks` of its blocks.
+        """As `run`, by Hopper's kernel, on a GPU that runs `blocks` blocks at once.
 
-        own_order: each block orders the sequences of a ragged batch.
+        own_order: each block orders the sequences of a ragged batch itself, instead of reading an order from memory.
         """
         problem = self.problem
         filled, memory, tiles = self._describe(
@@ -211,7 +211,7 @@ class Forward:
         *,
         own_order: bool = False,
     ) -> tuple[np.ndarray, list[Memory], int]:
-        """The parameters both kernels have, all memory they may touch, and how many tiles there are."""
+        """The parameters that both kernels have, all memory that they may touch, and the number of tiles of a head."""
         problem = self.problem
         filled = params.FORWARD.zeros()
         fields = filled[0]
@@ -220,7 +220,7 @@ class Forward:
         for name, value in values.items():
             if "side" not in name:
                 structs.put(fields, name, value)
-        # Integers stay as the case has them, where launch code sends those of the host in a form of its own.
+        # Lengths and starts keep the form that the case gives them. Launch code would convert those of the host.
         fields["q_side"], fields["k_side"] = self.q_side, self.k_side
         for name, operand in self.operands.items():
             fields[name] = operand.address
@@ -277,22 +277,22 @@ class Forward:
 
 
 def new_order(batch: int) -> Memory:
-    """For the order of so many sequences."""
+    """Memory for the order of `batch` sequences."""
     return Memory("order", np.full(order_bytes(batch), POISON, np.uint8), readonly=False)
 
 
 def ordered(order: Memory) -> np.ndarray:
-    """What is there: an `OrderedSequence` each, and one for what is behind the last."""
+    """The content: one `OrderedSequence` for each sequence, and one that marks the end."""
     return order.array().view(params.ORDERED_SEQUENCE.dtype)
 
 
 def tiles_of(order: Memory) -> int:
-    """Of all sequences."""
+    """The number of tiles of all sequences."""
     return int(ordered(order)["first_tile"][-1])
 
 
 def order_of(tiled: Any, longest: Any, batch: int, tile: int, order: Memory) -> np.ndarray:
-    """The parameters that order the tiles of one side, the sequence that is longest on the other side first."""
+    """Parameters that order the tiles of one side: first those of the sequence that is longest on the other side."""
     filled = helper_params.SCHEDULE.zeros()
     fields = filled[0]
     fields["tiled"], fields["other"], fields["order"] = tiled, longest, order.address
@@ -309,7 +309,7 @@ def set_up(
     words: np.ndarray | None = None,
     to: int = 0,
 ) -> None:
-    """The launch before all others. words: 32 bits each, that it brings to an address."""
+    """Runs the setup launch that comes before all others. words: 32-bit words that it stores from the address `to` on."""
     whole = setup_of(schedules, paddings)
     blocks = blocks_of(whole)
     source = ragged_setup.source()
@@ -332,7 +332,7 @@ def set_up(
 def setup_of(
     schedules: Sequence[np.ndarray], paddings: Sequence[np.ndarray], padding_blocks: int = 2
 ) -> np.ndarray:
-    """Of a launch that orders and fills. padding_blocks: few, since they run one after the other here."""
+    """Parameters of a setup launch. padding_blocks: few, since the simulator runs blocks one after the other."""
     whole = helper_params.SETUP.zeros()
     fields = whole[0]
     for n, each in enumerate(schedules):
@@ -360,7 +360,7 @@ def padding(
     nheads: int,
     headdim: int,
 ) -> np.ndarray:
-    """The parameters that fill an array's padding rows, without its address. side: as a kernel is told it."""
+    """Parameters that fill an array's padding rows, all but its address. side: the kernel's struct of that side."""
     filled = helper_params.PADDING.zeros()
     fields = filled[0]
     strides = Operands({"array": array.strides}).elements(problem, "array")

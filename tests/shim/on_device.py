@@ -1,4 +1,4 @@
-"""Arrays as if of CuPy's on the CPU machine: functions called with them run the whole host side of a call on a GPU."""
+"""Arrays in the simulator's memory that stand for CuPy arrays: a call with them runs the whole host code of a GPU call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.shim.whole import InMemory
 
 
 class OnDevice:
-    """An array that kernels reach and the host does not."""
+    """An array that kernels can access and the host cannot."""
 
     def __init__(self, device: Device, array: np.ndarray, *, readonly: bool = True) -> None:
         self.in_memory = InMemory("array", array, readonly=readonly)
@@ -45,7 +45,7 @@ class OnDevice:
 
 
 class Native(Allocator):
-    """What launch code knows of a framework."""
+    """The functions of a framework that launch code uses, for arrays of `OnDevice`."""
 
     kinds = (OnDevice,)
 
@@ -100,7 +100,7 @@ class Native(Allocator):
 
 
 def installed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Native:
-    """Calls with arrays on the device are a framework's own, and are prepared anew."""
+    """Registers `OnDevice` as the array type of a framework of its own, with no call prepared yet."""
     device.install(monkeypatch)
     own = Native(device)
     monkeypatch.setitem(arrays._frameworks, OnDevice, "machine")
@@ -118,7 +118,7 @@ def installed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Native:
 
 
 class Put:
-    """Puts arrays on a device. Calls with them are a framework's own."""
+    """Puts arrays on a device. The host takes them for arrays of a GPU framework."""
 
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self._device = device
@@ -129,7 +129,7 @@ class Put:
 
 
 def mask_on_device(device: Device, keep: np.ndarray) -> BlockMask:
-    """A mask of bools, whose words lie on the device too."""
+    """A BlockMask of a bool array, with a copy of its words on the device."""
     mask = block_mask(keep)
     mask._copies["", 0] = tuple(OnDevice(device, words) for words in mask.arrays)
     return mask

@@ -1,7 +1,7 @@
-"""The process that kernels run in: little memory, so that it takes little time to fork for a launch.
+"""The process that kernels run in. It uses little memory, so that forking it for each launch is fast.
 
-It has the arena (`tests.shim.arena`) where the process of the tests has it, and lets kernels touch as much
-of it as a request names. Run as a script by `Runner`; nothing heavy may be imported here.
+It maps the arena (`tests.shim.arena`) at the same address as the test process, and lets a kernel touch the
+regions that its launch names. `Runner` starts it as a script; nothing heavy may be imported here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# Far from where an operating system puts anything by itself.
+# An address far from all that the operating system chooses for mappings.
 ARENA = 1 << 44
-ARENA_BYTES = 1 << 42  # of addresses; memory is taken where something is written
+ARENA_BYTES = 1 << 42  # of address space; only pages that are written take memory
 _PROT_NONE = 0
 _MAP_FIXED_NOREPLACE = 0x100000
 _REPORT_BYTES = 8192
-_LIBRARIES = 16  # that stay loaded: each one more makes forks slower
+_LIBRARIES = 16  # the most kernel libraries that stay loaded: each one makes forks slower
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -43,7 +43,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Launch:
-    """needs: the library in which what `library` calls is found."""
+    """needs: the library that provides the symbols `library` leaves undefined."""
 
     library: str
     needs: str
@@ -58,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """parameter_bytes: what the kernel's parameters have; it runs if those of the launch are as large."""
+    """parameter_bytes: sizes of the kernel's parameters, then 0. The kernel ran only if the launch has the same sizes."""
 
     parameter_bytes: tuple[int, ...]
     failed: bool
@@ -66,21 +66,21 @@ class Outcome:
 
 
 def map_arena(file: int, protection: int) -> None:
-    """Raises OSError where its addresses are taken."""
+    """Maps the arena at its fixed address. Raises OSError if that address range is in use."""
     flags = mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE
     if _libc.mmap(ARENA, ARENA_BYTES, protection, flags, file, 0) != ARENA:
         raise OSError(ctypes.get_errno(), f"no mapping of {ARENA_BYTES} bytes at {ARENA:#x}")
 
 
 class Runner:
-    """Starts the process with the first launch."""
+    """The test process's end of the connection. The first launch starts the other process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def run(self, launch: Launch, arena: int) -> Outcome:
-        """arena: its file."""
+        """Runs a launch and waits for it. arena: the file descriptor of the arena."""
         with self._lock:
             if self._process is None:
                 command = [sys.executable, "-I", "-S", __file__, str(arena)]
@@ -105,20 +105,20 @@ class Runner:
 
 
 def _plain(launch: Launch) -> dict[str, Any]:
-    """Without classes, whose module has another name in a script."""
+    """The launch as builtin types: pickled classes would not be found, since a script's module is `__main__`."""
     regions = [(each.start, each.size, each.readonly) for each in launch.regions]
     return {**vars(launch), "regions": regions}
 
 
 class _Libraries:
-    """Those that were used last."""
+    """The kernel libraries used most recently, loaded."""
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[str, ctypes.CDLL] = OrderedDict()
         self._needed: set[str] = set()
 
     def load(self, path: str, needs: str) -> ctypes.CDLL:
-        """needs: what has the symbols that the library does not name a library for; it stays."""
+        """needs: the library that provides the symbols `path` leaves undefined; it stays loaded."""
         if needs not in self._needed:
             ctypes.CDLL(needs, ctypes.RTLD_GLOBAL)
             self._needed.add(needs)
@@ -162,10 +162,10 @@ def _run(library: ctypes.CDLL, launch: Launch) -> Outcome:
 
 
 def _serve(arena: int) -> None:
-    """Until nobody asks any more."""
+    """Answers launches until the requests end."""
     map_arena(arena, _PROT_NONE)
     requests = sys.stdin.buffer
-    # What anything prints is no reply.
+    # Replies go to a copy of stdout. Stdout itself becomes stderr, so that printed text does not mix with replies.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     libraries = _Libraries()

@@ -1,4 +1,4 @@
-"""Kernels compiled by g++ against target/host.cuh, run on memory that faults outside its arrays."""
+"""Compiles kernels with g++ against target/host.cuh and runs them on memory that faults outside its arrays."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.shim.store import Store
 HERE = Path(__file__).parent
 POISON = 0xFF  # NaN as any floating-point type, -1 as an integer
 _PAGE = mmap.PAGESIZE
-_ALIGNMENT = 16  # the widest access there is
-# The machine, a part a file.
+_ALIGNMENT = 16  # bytes of the widest access
+# The C++ files of the simulator.
 _PARTS = (
     *("machine", "child", "fiber", "shared_memory", "wave_copies"),
     *("mbarrier", "tensor_copy", "warp_group"),
@@ -33,7 +33,7 @@ _OPTIONS = ("-DRAWATTN_TARGET_HOST",)
 
 
 class Fault(AssertionError):
-    """A kernel did what a GPU would not survive, or not do the same way twice."""
+    """A kernel made a mistake that a GPU would answer with a crash, a hang or results that vary from run to run."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +43,35 @@ class Build:
     source: Source
     wave: int = 32
     checked: bool = False
-    fibers: str = "own"  # or "ucontext", what other CPUs use
+    fibers: str = "own"  # the stack switch: "own" (x86-64 only) or "ucontext" (any CPU)
 
 
 class Builder:
     """Compiles each build once."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: of what was compiled in this run or another."""
+        """folder: where compiled files are kept between runs."""
         self._store = Store(folder, [kernels_dir(), HERE])
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._runner = Runner()
         self._machines: dict[str, list[Path]] = {}
         self._machines_lock = threading.Lock()
-        # Of g++'s own libraries, which take longer to link than a kernel: loaded once, for all kernels.
+        # An empty library that depends on g++'s runtime libraries. It is loaded once for all kernels, which are linked without
+        # those libraries: linking with them takes longer than compiling a kernel.
         options = ["-shared", "-Wl,--no-as-needed", "-lstdc++", "-lm"]
         self._needs = self._store.compile("", ".so", options, summary="the libraries of kernels")
         self._started: dict[Build, Future[Path]] = {}
         self._kernels: dict[Build, Kernel] = {}
 
     def start(self, build: Build) -> None:
-        """Compiles it in the background, after those asked for earlier."""
+        """Compiles `build` in the background, after the builds started earlier."""
         if build not in self._started:
             self._started[build] = self._pool.submit(self._link, build)
 
     def kernel(self, build: Build) -> Kernel:
         if build not in self._kernels:
             started = self._started.get(build)
-            # Whoever needs one whose turn has not come does not wait for the others.
+            # If its compilation is still queued, compile it here rather than wait for the builds before it.
             if started is None or started.cancel():
                 path = self._link(build)
             else:
@@ -94,7 +95,7 @@ class Builder:
         return self._store.compile(text, ".so", options, objects, summary=build.source.summary)
 
     def _machine(self, fibers: str) -> list[Path]:
-        """Its objects: one set for all kernels, since a launch says how long waves are."""
+        """The simulator's objects: one set for all kernels, since the wave size is a field of each launch."""
         with self._machines_lock:
             if fibers not in self._machines:
                 options = [*_OPTIONS, "-DRAWATTN_WAVE=32", "-O2", "-c"]
@@ -121,12 +122,14 @@ class Kernel:
         seed: int = 1,
         memory: Iterable[Memory] = (),
     ) -> None:
-        """Runs all blocks on the values of the kernel's parameters, `cluster` of them at a time. `seed`
-        decides in which order threads take turns and copies arrive. `memory` is named in faults.
+        """Runs all blocks of the grid, `cluster` at a time. params: the values of the kernel's parameters.
 
-        Raises Fault for a touch outside of any Memory and of shared memory, threads that wait for
-        different things or for ever, copies and products that nobody waited for, blocks that are
-        gone when another one reaches for them, undefined behaviour (in a checked build).
+        `seed` determines the order in which threads run and copies arrive. A fault's message names the array of `memory`
+        whose bytes were touched.
+
+        Raises Fault for an access outside of every Memory and of shared memory, diverged threads, deadlocks, copies and
+        products that are not waited for, accesses to a block of the cluster that has exited, and undefined behaviour (in a
+        checked build).
         """
         if not grid:
             return
@@ -141,18 +144,18 @@ class Kernel:
 
 
 class Memory:
-    """Bytes shared with the process that runs kernels, between two pages that fault when touched there.
+    """Bytes shared with the process that runs kernels, between two guard pages that fault there when touched.
 
-    The last byte lies at most 15 before such a page. Around the bytes there is POISON.
+    At most 15 bytes lie between the last byte and the guard page after it. The slack around the bytes holds POISON.
     """
 
     def __init__(self, name: str, data: Any, *, phase: int = 0, readonly: bool = True) -> None:
-        """`phase` is the address modulo 16; readonly: to kernels."""
+        """phase: the address modulo 16; readonly: whether a write by a kernel faults."""
         data = np.ascontiguousarray(data)
         self.name, self.dtype = name, data.dtype
         body = -(-(data.nbytes + _ALIGNMENT) // _PAGE) * _PAGE
         self._base = arena().take(body, readonly=readonly)
-        # At exit it goes as a whole, and a forked process that exits must leave it to this one.
+        # Not at exit: the arena then goes as a whole, and a forked process that exits must not release this one's memory.
         weakref.finalize(self, arena().release, self._base, body).atexit = False
         whole = bytes_at(self._base, body)
         start = body - data.nbytes
@@ -163,11 +166,11 @@ class Memory:
         for slack in self._around:
             slack[:] = POISON
         self._bytes[:] = data.reshape(-1).view(np.uint8)
-        # With the pages that fault.
+        # Includes the guard pages.
         self._reach = range(self._base - _PAGE, self._base + body + _PAGE)
 
     def array(self) -> np.ndarray:
-        """A copy of the content, which must not have been written around."""
+        """A copy of the content; asserts that nothing was written into the slack around it."""
         assert all((slack == POISON).all() for slack in self._around), (
             f"{self.name}: written around"
         )
@@ -178,7 +181,7 @@ class Memory:
         self._bytes[:] = np.ascontiguousarray(data, self.dtype).reshape(-1).view(np.uint8)
 
     def free(self) -> None:
-        """From here on every touch by a kernel faults; the address is not given out again."""
+        """Makes every later access by a kernel fault; the address is not given out again."""
         arena().forbid(self._base)
 
     def contains(self, address: int) -> bool:

@@ -1,8 +1,8 @@
-"""What g++ made for the CPU machine, kept from one run of the tests to the next.
+"""A cache of what g++ compiled for the simulator, kept from one run of the tests to the next.
 
-A file is named by a hash of all that it is made of: the text of its unit, every header that is included,
-the objects it is linked with, the options and the compiler. It appears under its name in one step, so
-processes can share a folder. Files that were not used for longest go once the folder is too large.
+A file is named by a hash of all its inputs: the text of its translation unit, every included header, the objects it
+is linked with, the options and the compiler. It appears under its name by an atomic rename, so processes can share
+a folder. The least recently used files are removed once the folder is too large.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 VARIABLE = "RAWATTN_TEST_CACHE"
-LIMIT = 1 << 30  # bytes
-# Younger files belong to runs that may not have ended.
+LIMIT = 1 << 30  # bytes of all files
+# Files used more recently than this may belong to runs that have not ended.
 _IN_USE_SECONDS = 3600
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _COMMAND = ("g++", "-std=c++17", "-fPIC", "-fvisibility=hidden")
@@ -43,7 +43,7 @@ class Store:
     """Compiles what the folder does not hold yet."""
 
     def __init__(self, folder: Path, includes: Sequence[Path]) -> None:
-        """includes: the folders of headers, the first that has one counts."""
+        """includes: the include folders, searched in this order."""
         self._folder, self._includes = folder, includes
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class Store:
         *,
         summary: str,
     ) -> Path:
-        """The object (suffix ".o") or shared object (".so") of a unit.
+        """The path of the object (suffix ".o") or shared object (".so") of a translation unit.
 
         Raises AssertionError with what g++ said, and the unit's `summary`.
         """
@@ -77,10 +77,10 @@ class Store:
         return target
 
     def prune(self, limit: int = LIMIT) -> None:
-        """Removes what was not used for longest, until the rest has at most `limit` bytes."""
+        """Removes the least recently used files until the rest has at most `limit` bytes, but none that may be in use."""
         files = []
         for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another process prunes as well
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed it
                 found = path.stat()
                 files.append((found.st_mtime, found.st_size, path))
         total = sum(size for _, size, _ in files)
@@ -91,7 +91,7 @@ class Store:
             total -= size
 
     def _headers(self, text: str) -> dict[str, str]:
-        """Every header that the text includes, directly or not, by the name it is included by."""
+        """The text of every header that `text` includes, directly or not, by the name in its #include."""
         found: dict[str, str] = {}
         waiting = _INCLUDE.findall(text)
         while waiting:
@@ -128,7 +128,7 @@ class Store:
 
 
 def _used(path: Path) -> bool:
-    """Whether it is there; from now on it was used last."""
+    """Whether the file exists; sets its time of last use."""
     try:
         os.utime(path)
     except FileNotFoundError:
@@ -138,14 +138,14 @@ def _used(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Keeps other processes from compiling the same. One that dies lets go of it."""
+    """Keeps other processes from compiling the same file. The lock of a process that dies is released."""
     path = target.with_suffix(".lock")
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            # Whoever waits on the removed file finds the target next; whoever comes later makes a new one.
+            # A process that waits on the removed lock file then finds the target; a later one creates a new lock file.
             path.unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""What the driver's cuTensorMapEncodeTiled does, for TMA of the shim."""
+"""The simulator's counterpart of the driver's cuTensorMapEncodeTiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from rawattn._kernels.steps import Geometry
 
-# Field by field `TensorMap` of kernels_cu/ptx/host.cuh.
+# The same fields as `TensorMap` in kernels_cu/ptx/host.cuh.
 TENSOR_MAP = np.dtype(
     [
         ("address", np.uint64),
@@ -23,7 +23,7 @@ _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 
 def encode(geometry: Geometry, address: int) -> np.void:
-    """The map of an array at `address`. Refuses what the driver refuses, with its 128-byte swizzle."""
+    """The map of an array at `address`. Refuses what the driver refuses for maps with the 128-byte swizzle."""
     itemsize = _ITEMSIZE[geometry.dtype]
     start = address + geometry.origin
     assert len(geometry.dims) == len(geometry.box) == len(geometry.strides) + 1 == 5, geometry

@@ -1,4 +1,4 @@
-"""What a cell of the test matrix shows, for the choice of those that every run has (tests/exhaustive.py)."""
+"""Traits of the test matrix's cells, by which tests/exhaustive.py chooses the cells of every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DIMS = ("headdim", "headdim_v")
 
 
 def of_case(case: Case) -> Iterable[Hashable]:
-    """What reaches a kernel as numbers: lengths, layouts, masks' widths, values."""
+    """Traits that a kernel sees as run-time values: lengths, layouts, widths of masks, values."""
     yield from (("lengths", case.group, case.by_q), ("keys' lengths", case.group, case.by_k))
     yield "gaps", case.group, case.lead + case.tail > 0
     yield "integers", case.group, case.integers, case.on_device
@@ -33,18 +33,18 @@ def of_case(case: Case) -> Iterable[Hashable]:
 
 
 def _size(width: int | None) -> int | None:
-    """Of a window's side, beside blocks of 16: the power of 2 that it reaches."""
+    """The order of magnitude of a window's side: its number of bits."""
     return None if width is None else width.bit_length()
 
 
 def of_call(case: Case) -> Iterable[Hashable]:
-    """What a backend sees of a call that has no kernel for each head dim."""
+    """Traits of a call for a backend that does not compile a kernel for each head dim."""
     yield from of_case(case)
     yield "dims", case.headdim == case.headdim_v, case.headdim % 16 == 0, case.headdim // 64
 
 
 def of_kernel(config: Any, tile: Iterable[str]) -> Iterable[Hashable]:
-    """Each constant of a kernel, each two of its switches together, and each of the names of `tile` in its tables."""
+    """Traits of a kernel: each of its constants, each pair of its switches, and the constants named by `tile`."""
     found = dict(constants(config))
     yield from ((name, value) for name, value in found.items() if name not in _DIMS)
     switches = [each for each in found.items() if isinstance(each[1], bool)]
@@ -56,7 +56,7 @@ def of_kernel(config: Any, tile: Iterable[str]) -> Iterable[Hashable]:
 
 
 def constants(config: Any) -> Iterable[tuple[str, Any]]:
-    """The names and values that a kernel is compiled with."""
+    """The names and values of the constants that a kernel is compiled with."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):

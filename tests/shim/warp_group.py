@@ -1,4 +1,4 @@
-"""A kernel to try Hopper's part of the machine with: one warp group loads, one multiplies."""
+"""A probe kernel for the Hopper features of the simulator: one warpgroup loads, the other multiplies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ THREADS = 256  # group 0 loads, group 1 multiplies
 ROWS, COLUMNS = 64, 64
 BYTES = ROWS * COLUMNS * 2
 POINTERS = np.dtype([("x", np.uint64), ("y", np.uint64)])
-SEEDS = range(1, 41)  # orders of turns and arrivals
+SEEDS = range(1, 41)  # each gives another order in which threads run and copies arrive
 
 
 def probe(builder: Builder, body: str, *, sync: str = "target::block_sync()") -> Kernel:
-    """A kernel of `x` (a map of 64 x 64 elements of float16) and `y` (float32).
+    """Builds a kernel with `body` that reads `x` (a tensor map of float16, boxes of 64 x 64) and writes `y` (float32).
 
-    sync: what follows the initialisation of barriers.
+    sync: the statement after the initialisation of the mbarriers.
     """
     text = f"""\
 #include "ptx/ptx.cuh"
@@ -86,7 +86,7 @@ def run(
     stores: bool = False,
     **geometry: Any,
 ) -> Any:
-    """What the kernel made of y, NaN at first; where it `stores` through the map, of x."""
+    """Returns `y` after the run, NaN before it; with `stores`, `x`, to which the kernel stores through the map."""
     values = np.ones((ROWS, COLUMNS), np.float16) if x is None else x
     given = Memory("x", values, readonly=not stores)
     result = Memory("y", np.full(64 * 256, np.nan, np.float32), readonly=False)
@@ -112,7 +112,7 @@ def run(
     return given.array() if stores else result.array()
 
 
-# A producer that loads twice, and a consumer that multiplies what came: {...} is its order.
+# A producer that loads two tiles, and a consumer that multiplies each. %s is the consumer's sequence of operations.
 PIPELINE = f"""
   if (thread == 0) {{
     load(s.a, {BYTES});
@@ -130,7 +130,7 @@ ALONE = "for (int i = thread; i < 4096; i += 256) s.a[i] = 0; target::block_sync
 
 
 def check_found(order: Callable[[int], Any], message: str) -> None:
-    """A mistake that every order of turns brings to light. order: runs the one of a seed."""
+    """Checks that a mistake is found in every order of execution. order: runs the kernel with a seed."""
     for seed in SEEDS[:3]:
         with pytest.raises(Fault, match=message):
             order(seed)
@@ -139,7 +139,7 @@ def check_found(order: Callable[[int], Any], message: str) -> None:
 def count_found(
     order: Callable[[int], Any], message: str, wrong: Callable[[Any], bool] = lambda y: False
 ) -> int:
-    """Orders, of all seeds, that bring a mistake to light: as a fault of these words, and no other, or in the result."""
+    """The number of SEEDS with which a mistake is found: by a fault with this message, and no other, or by a wrong result."""
     found = 0
     for seed in SEEDS:
         try:
@@ -157,7 +157,7 @@ Probe, Run = Callable[[Builder, str], Kernel], Callable[..., Any]
 
 
 def finds_mistakes(mistakes: Mapping[str, tuple[str, str]], probe: Probe, run: Run) -> Any:
-    """A test that every order of turns brings each mistake to light: the body of a kernel, and what is said of it."""
+    """A test that each mistake is found in every order of execution. mistakes: (body of a kernel, message of the fault)."""
 
     @pytest.mark.parametrize("mistake", exhaustive.thin(mistakes, 4))
     def test(mistake: str, builder: Builder) -> None:
@@ -174,7 +174,7 @@ def finds_races(
     run: Run,
     wrong: Callable[[Any], bool] = lambda y: False,
 ) -> Any:
-    """A test that at least some orders do. The words are the only ways in which they may."""
+    """A test that each race is found in some orders of execution. Any fault must have the race's message."""
 
     @pytest.mark.parametrize("race", races)
     def test(race: str, builder: Builder) -> None:
