@@ -1,4 +1,4 @@
-"""What a backward launches on a GPU, with the shim's kernels and memory."""
+"""The kernels that a backward launches on a GPU, run on the simulator with parameters that the tests fill in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.shim.launch import (
 )
 from tests.shim.shim import Memory
 
-ROW_WAVES = 4  # that share a row: more than its heads keep busy, too
+ROW_WAVES = 4  # waves that share a row: also more than the row's heads can keep busy
 
 
 class Backward:
@@ -70,7 +70,7 @@ class Backward:
             Memory("row_delta", np.full(shape, np.nan, np.float32), readonly=False)
         )
         self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
-        # Integers stay as the case has them, where launch code sends those of the host in a form of its own.
+        # Lengths and starts keep the form that the case gives them. Launch code would convert those of the host.
         forward["q_side"], forward["k_side"] = self.q_side, self.k_side
         self.filled = filled
 
@@ -97,7 +97,7 @@ class Backward:
         section_queries: int = 1 << 20,
         fill: bool = False,
     ) -> dict[str, np.ndarray]:
-        """The whole buffers of dq, dk and dv."""
+        """Returns the whole buffers of dq, dk and dv."""
         problem, filled = self.problem, self.filled
         fields = filled[0]
         rows = problem.rows_q * (1 if problem.group else problem.batch)
@@ -155,7 +155,7 @@ class Backward:
         )
 
     def _schedule(self, machine: Machine, tiled: Any, longest: Any, tile: int) -> Memory:
-        """Of the tiles of one side, the sequence that is longest on the other side first."""
+        """The order of one side's tiles: first those of the sequence that is longest on the other side."""
         batch = self.problem.batch
         order = new_order(batch)
         self._memory.append(order)
@@ -166,7 +166,7 @@ class Backward:
         return order
 
     def _set_up(self, machine: Machine, copy: int, row_grid: int, *, fill: bool) -> None:
-        """`prepare` with the order, which is there already, and padding rows."""
+        """The launch of `prepare`, with the order made before it and, if asked to, padding rows to fill."""
         problem, whole = self.problem, helper_params.BACKWARD_SETUP.zeros()
         fields = whole[0]
         fields["backward"] = self.filled[0]

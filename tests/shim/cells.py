@@ -1,4 +1,4 @@
-"""Cells of the test matrix: a call of the contract, and how its kernel is configured and run."""
+"""Cells of the test matrix: each is a case of tests/cases.py and the configuration of the kernel that runs it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from tests.shim.shim import Build, Builder
 from tests.tolerance import check, check_lse
 from tests.verify import expected, layout
 
-# What an H100 gives a block: the host has no limit of its own.
-
 
 class Tiles(NamedTuple):
-    """A shape other than the table's: small tiles put many edges into a short sequence."""
+    """Tiles other than the tables': small tiles put many tile edges into a short sequence."""
 
     tile_q: int
     tile_k: int
@@ -81,14 +79,14 @@ class Cell:
 
     @property
     def builds(self) -> list[Build]:
-        """Of the kernels that it runs."""
+        """The builds of the kernels that the cell runs."""
         sources = [self.config.source()]
         sources += [ragged_setup.source()] if self.call.problem.ragged else []
         return [Build(source, self.wave, self.checked, self.fibers) for source in sources]
 
     @property
     def fill(self) -> bool:
-        """Whether padding rows are the library's to write."""
+        """Whether the library writes the padding rows."""
         return self.call.lengths.q.padded and not self.case.give_out
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
@@ -137,7 +135,7 @@ def dense_out(rows: tuple[int, ...], problem: Problem, dtype: np.dtype[Any]) -> 
 
 
 def verify(cell: Cell, builder: Builder) -> None:
-    """Values within the tolerance; padding as the contract says; nothing else touched.
+    """Checks that values are within the tolerance, padding is as documented and nothing else was written.
 
     A subclass of Cell may run another kernel.
     """

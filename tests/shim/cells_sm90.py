@@ -1,4 +1,4 @@
-"""Cells of the test matrix for Hopper's kernel."""
+"""Cells of the test matrix for Hopper's forward kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tiles import sharing, sharing_by_length, tensor_stores
 
 
 class Sm90Tiles(NamedTuple):
-    """A shape other than the table's: small tiles put many edges into a short sequence."""
+    """Tiles other than the tables': small tiles put many tile edges into a short sequence."""
 
     tile_k: int
     consumers: int
@@ -30,8 +30,8 @@ class Sm90Tiles(NamedTuple):
     ping_pong: bool
     late_scaling: bool = False
     cluster: int = 1
-    tensor_stores: bool = False  # where the call allows them
-    consumer_registers: int = 0  # those of one block a multiprocessor
+    tensor_stores: bool = False  # if the call allows them
+    consumer_registers: int = 0  # 0 = as many as one block an SM allows
 
     def __str__(self) -> str:
         return f"{64 * self.consumers}x{self.tile_k}s{self.stages}" + (
@@ -47,7 +47,7 @@ class Sm90Tiles(NamedTuple):
 SMALL = Sm90Tiles(16, 2, 2, True)
 LATE = Sm90Tiles(16, 3, 2, False, late_scaling=True)
 LONE = Sm90Tiles(16, 1, 2, False)
-# Shapes that no table has: rings of one to three slots, consumers that take turns or do not.
+# Shapes that no table has: rings of one to three slots, consumers with and without ping-pong.
 SHAPES = (
     Sm90Tiles(16, 2, 1, False),
     Sm90Tiles(32, 3, 2, True),
@@ -59,20 +59,21 @@ SHAPES = (
     Sm90Tiles(48, 1, 3, False, late_scaling=True),
     LONE,
 )
-# Blocks that load for each other.
+# Clusters of two blocks, each of which loads half of a tile for both.
 PAIR = Sm90Tiles(16, 2, 2, True, cluster=2)
 LATE_PAIR = Sm90Tiles(32, 3, 2, False, late_scaling=True, cluster=2)
-# Outputs that TMA stores.
+# Outputs stored by TMA.
 STORED = Sm90Tiles(16, 2, 2, True, tensor_stores=True)
 LATE_STORED = Sm90Tiles(32, 3, 1, False, late_scaling=True, tensor_stores=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sm90Cell(Cell):
-    """blocks: how many the GPU holds at once; seed: one more order of turns and arrivals.
+    """A cell of Hopper's forward.
 
-    stream_k: the last tiles by keys wherever a block would be idle otherwise, unlike ones too; by_length: causal ones as
-    long as they are.
+    blocks: how many blocks the GPU runs at once; seed: changes the order in which threads run and copies arrive.
+    stream_k: split the keys of the last tiles among blocks wherever a block would be idle otherwise, also if the tiles have
+    unequal numbers of keys; by_length: weigh causal tiles by their number of keys.
     """
 
     shape: Sm90Tiles | None = None
@@ -133,7 +134,7 @@ class Sm90Cell(Cell):
 
 
 def chosen(case: Case) -> sm90_forward_config.Config | None:
-    """What a Hopper GPU runs for this call; None where that is the portable kernel or arrays are copied first."""
+    """The config that a Hopper GPU runs for this call; None if it runs the portable kernel or copies arrays first."""
     if case.layout == "steps" or case.dtype == "float32":
         return None
     call = call_of(case)

@@ -1,4 +1,4 @@
-"""Cells of Hopper's forward, by what is called: curated and random cases, lengths, masks, groups of heads, head dims, tiles."""
+"""Cells of Hopper's forward that vary the call: curated and random cases, lengths, masks, GQA groups, head dims, tiles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WINDOWS = (
 
 
 def cells_of_curated() -> Iterable[Sm90Cell]:
-    """The tile of the table or small tiles in turn, the same for cases that are one kernel."""
+    """Curated cases with the table's tile or small tiles in turn. Cases that share a kernel have the same tiles."""
     kernels: dict[object, int] = {}
     for case in curated():
         if case.scores <= 160_000 and case.batch <= 200 and applies(case):
@@ -53,7 +53,7 @@ def cells_of_edges() -> Iterable[Sm90Cell]:
         for n, (window, sink) in enumerate(WINDOWS):
             name = f"edges-{corner}{window[0]},{window[1]},{sink}".replace("None", "x")
             knobs = {**one_head, "align": align, "window": window, "sink": sink}
-            shape = (SMALL, LATE)[(first + n) % 2]  # every window meets both
+            shape = (SMALL, LATE)[(first + n) % 2]  # every window is run with both
             yield Sm90Cell(case=ragged(name, lens_q, lens_k, **knobs), shape=shape)
     for shape in (SMALL, LATE, STORED):
         yield Sm90Cell(case=ragged("edges", lens_q, lens_k, **one_head), shape=shape)
@@ -68,7 +68,7 @@ def cells_of_shapes() -> Iterable[Sm90Cell]:
 
 
 def cells_of_table() -> Iterable[Sm90Cell]:
-    """Every tile of the tables, a little longer than one tile of queries and two of keys."""
+    """Every tile of the tables, on calls a little longer than one query tile and two key tiles."""
     dtypes = itertools.cycle(("float16", "bfloat16"))
     for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
         mask: dict[str, Any] = {"window": (50, 9)} if table == "left" else {"causal": True}
@@ -81,7 +81,7 @@ def cells_of_table() -> Iterable[Sm90Cell]:
 
 
 def cells_of_interleaved() -> Iterable[Sm90Cell]:
-    """Heads of a group query by query, in tiles whose last rows are nobody's: for every kind of mask, and in pieces."""
+    """Tiles that interleave a GQA group's heads query by query and end in unused rows: every kind of mask, and split keys."""
     masks: tuple[dict[str, Any], ...] = (
         {"causal": True}, {"window": (9, 4), "sink": 3}, {"window": (None, 3), "align": "top-left"}, {"softcap": 3.0}
     )  # fmt: skip
@@ -89,7 +89,7 @@ def cells_of_interleaved() -> Iterable[Sm90Cell]:
     groups = itertools.cycle((5, 7, 3, 9, 40, 8, 16, 6))
     for n, (mask, kind) in enumerate(itertools.product(masks, range(5))):
         group, shape = next(groups), next(shapes)
-        rows = 64 * shape.consumers // group  # queries of a tile
+        rows = 64 * shape.consumers // group  # queries in a tile
         knobs = {"nheads_kv": 2, "nheads_q": 2 * group, "headdim": (16, 72)[n % 2], **mask}
         knobs |= {"headdim_v": (16, 80, 40)[n % 3], "dtype": ("bfloat16", "float16")[n // 2 % 2]}
         lens = (rows, 1, 0, max(1, rows // 2)), (33, 20, 17, 97)
@@ -107,7 +107,7 @@ def cells_of_interleaved() -> Iterable[Sm90Cell]:
 
 
 def cells_of_groups() -> Iterable[Sm90Cell]:
-    """Rows of a group's heads in one tile: whole and parts of a consumer's 64 rows, for every kind of mask."""
+    """Tiles with rows of several heads of a GQA group: all or part of a consumer's 64 rows each, for every kind of mask."""
     lens = (5, 0, 41, 130, 16, 1), (33, 20, 0, 130, 97, 64)
     slots = {
         "room_q": (9, 5, 41, 133, 16, 1),
@@ -145,7 +145,7 @@ def cells_of_chance() -> Iterable[Sm90Cell]:
 
 
 def cells_of_checks() -> Iterable[Sm90Cell]:
-    """One of each kind under the undefined-behaviour sanitizer."""
+    """One cell of each kind with the undefined-behaviour sanitizer."""
     lens_q, lens_k = (40, 0, 3, 165), (33, 20, 0, 130)
     rooms = {"room_q": (41, 5, 9, 165), "room_k": (40, 20, 7, 131), "lead": 3, "tail": 4}
     kinds = (
@@ -162,7 +162,7 @@ def cells_of_checks() -> Iterable[Sm90Cell]:
 
 
 def cells_of_dims() -> Iterable[Sm90Cell]:
-    """Head dims that are no multiples of 8, in rows that begin at multiples of 16 bytes: stores of every width."""
+    """Head dims that are not multiples of 8, in rows aligned to 16 bytes: stores of every width."""
     lens = (40, 0, 3, 165), (33, 20, 0, 130)
     masks: tuple[dict[str, Any], ...] = ({"causal": True}, {"window": (30, 20), "sink": 9}, {})
     for n, (headdim, headdim_v) in enumerate(((20, 36), (34, 66), (7, 1), (100, 9), (64, 255))):
@@ -173,6 +173,6 @@ def cells_of_dims() -> Iterable[Sm90Cell]:
 
 
 def applies(case: Case) -> bool:
-    """Whether the kernel takes this call as it is, at first by what needs no arrays."""
+    """Whether the kernel takes this call without copies. The cheap checks, which need no arrays, come first."""
     dims = case.headdim, case.headdim if case.headdim_v is None else case.headdim_v
     return all(dim % 8 == 0 for dim in dims) and chosen(case) is not None

@@ -1,4 +1,4 @@
-"""Cells of Hopper's forward, by how its work is shared out: sections, kept tiles, orders, clusters, stores, pieces by keys."""
+"""Cells of Hopper's forward that vary its schedule: sections, kept tiles, orders, clusters, stores, split keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.shim.cells_sm90 import (
 
 
 def cells_of_sections() -> Iterable[Sm90Cell]:
-    """Heads in sections: one at a time, some, a last one that is smaller, or all."""
+    """Sections of one head, of several, of all, and a last section that is smaller."""
     for section_keys in (1, 100, 250, 1 << 30):
         many_heads = {"nheads_q": 10, "nheads_kv": 5, "headdim": 16, "causal": True}
         for case in (
@@ -32,7 +32,7 @@ def cells_of_sections() -> Iterable[Sm90Cell]:
 
 
 def cells_of_kept_tiles() -> Iterable[Sm90Cell]:
-    """Tiles that come after those of all heads and sequences: none, some, all, with heads in one section or more."""
+    """No, some or all of a head's tiles kept until after those of all heads and sequences, in one section or several."""
     case = dense("kept", 2, 200, 210, nheads_q=2, nheads_kv=2, headdim=16, causal=True)
     group = dense("kept-group", 2, 150, 130, nheads_q=4, nheads_kv=2, headdim=16, causal=True)
     for kept_tiles, section_keys in itertools.product((0, 1, 2), (1, 1 << 30)):
@@ -42,7 +42,7 @@ def cells_of_kept_tiles() -> Iterable[Sm90Cell]:
 
 
 def cells_of_orders() -> Iterable[Sm90Cell]:
-    """The same calls with turns taken and copies arriving in many orders."""
+    """The same calls with threads and copies in many orders."""
     slots = {"room_q": (140, 5, 9, 70), "room_k": (40, 20, 7, 131), "lead": 3, "tail": 4}
     lens = (129, 0, 3, 65), (33, 20, 0, 130)
     by = {"by_q": "seqlen", "by_k": "cu_seqlen", "dtype": "float16"}
@@ -57,7 +57,7 @@ def cells_of_orders() -> Iterable[Sm90Cell]:
 
 
 def cells_of_clusters() -> Iterable[Sm90Cell]:
-    """Two blocks to a cluster: sequences that end in the tile of its first block, in the second's, where it does."""
+    """Clusters of two blocks: sequences that end in the first block's tile, in the second's, or at the cluster's end."""
     masks: tuple[dict[str, Any], ...] = (
         {}, {"causal": True}, {"window": (30, 20), "sink": 9}, {"window": (None, 3), "align": "top-left"}
     )  # fmt: skip
@@ -99,7 +99,7 @@ def cells_of_clusters() -> Iterable[Sm90Cell]:
 
 
 def cells_of_stores() -> Iterable[Sm90Cell]:
-    """Boxes of the output that end with a sequence, a warp's rows or the head dim, and outputs that take none."""
+    """TMA stores of boxes that end at a sequence's end, a warp's rows or the head dim, and outputs that TMA cannot store."""
     lens = (256, 0, 130, 5, 97, 16, 1, 48), (70, 33, 0, 130, 64, 9, 0, 17)
     slots = {"room_q": (260, 5, 130, 9, 97, 17, 1, 48), "lead": 3, "tail": 4}
     masks: tuple[dict[str, Any], ...] = (
@@ -137,7 +137,7 @@ def cells_of_stores() -> Iterable[Sm90Cell]:
 
 
 def cells_of_sharing() -> Iterable[Sm90Cell]:
-    """Last tiles in pieces: of several tiles each in two or more, of one in many; with whole rounds before or without."""
+    """Last tiles whose keys are split: several tiles in two or more pieces each, or one in many; after whole rounds or none."""
     heads = {"nheads_q": 2, "nheads_kv": 2, "headdim": 16}
     calls = (
         dense("share", 1, 300, 200, **heads),
@@ -169,7 +169,7 @@ def cells_of_sharing() -> Iterable[Sm90Cell]:
 
 
 def cells_of_unlike_tiles(shapes: Iterable[Sm90Tiles], blocks: Iterator[int]) -> Iterable[Sm90Cell]:
-    """Limits, and lengths of which the kernel alone knows: tiles without keys, of fewer tiles than they have pieces."""
+    """Split keys under masks and device lengths: query tiles without keys, or with fewer key tiles than pieces."""
     heads = {"nheads_q": 4, "nheads_kv": 2, "headdim": 16}
     by = {"by_q": "seqlen", "by_k": "cu_seqlen"}
     lens = (70, 0, 33, 150), (100, 50, 300, 0)
@@ -188,7 +188,7 @@ def cells_of_unlike_tiles(shapes: Iterable[Sm90Tiles], blocks: Iterator[int]) ->
     )  # fmt: skip
     for case, shape in itertools.product(calls, shapes):
         yield Sm90Cell(case=case, shape=shape, blocks=next(blocks), stream_k=True)
-    # Lines of all tiles and of the longest alone, pieces of several tiles, tiles without keys, neighbours of a cluster.
+    # Split by length: of all tiles or of the longest alone, pieces that span several tiles, tiles without keys, clusters.
     by_length = (
         *(calls[0], calls[1], calls[2], calls[5]),
         dense("share-limit", 1, 170, 160, **heads, window=(None, 9)),

@@ -1,4 +1,4 @@
-"""What tests of kernels for keys in pages share: a call run and compared, options, ids and lengths that lie."""
+"""Helpers of the tests of paged kernels: running and checking a call, options, invalid page ids and lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.paged import BFLOAT16, Paged, verify
 from tests.shim.device import Device
 from tests.shim.whole import run_verb, small_tiles
 
-# Of Hopper's forward: tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
+# Tiles of Hopper's forward:
+# (tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores).
 LATE = (16, 2, 2, 1, True, True, 224, False)
 WIDE = (48, 2, 2, 1, False, False, 224, True)
 
@@ -31,7 +32,7 @@ def run(
     on_device: bool = False,
     **options: Any,
 ) -> Any:
-    """`out` and `lse`. on_device: no integer is checked."""
+    """Returns `out` and `lse`. on_device: page ids and lengths are on the device, and the host does not check them."""
     known = Options(seqs=call.seqs, **options)
     if on_device:
         indptr, table = split(call.block_table)
@@ -59,7 +60,7 @@ def verify_kernel(
 
 
 def run_on_device(device: Device, call: Paged, **options: Any) -> Any:
-    """With lengths that the host would refuse."""
+    """Runs a call whose `seqlen_k`, on the device, the host would refuse."""
     good = replace(call, seqlen_k=np.zeros_like(call.seqlen_k))
     with device.telling(length=call.seqlen_k):
         return run(device, good, on_device=True, **options)
@@ -72,14 +73,14 @@ def verify_decode(device: Device, call: Paged, **options: Any) -> None:
 
 
 def verify_sm90(device: Device, call: Paged, shape: Any = WIDE, **more: Any) -> None:
-    """By Hopper's forward, with tiles of that shape."""
+    """Verifies a call by Hopper's forward with tiles of this shape."""
     with small_tiles(sm90_forward=shape):
         verify_kernel(device, call, family="sm90", **more)
     assert "rawattn_sm90_forward" in device.launched
 
 
 def finite(call: Paged) -> Paged:
-    """With 0 where no key is: whatever is read of the pools is finite."""
+    """The call with 0 instead of NaN where no sequence has a key, so that all of the pools is finite."""
     pools = {name: getattr(call, name).copy() for name in ("k_pages", "v_pages")}
     for pool in pools.values():
         pool[np.isnan(pool)] = 0
@@ -87,7 +88,7 @@ def finite(call: Paged) -> Paged:
 
 
 def with_any_ids(call: Paged) -> Paged:
-    """With ids of pages that mean nothing, most of which lead outside."""
+    """The call with arbitrary page ids, most of which are out of range."""
     pair = isinstance(call.block_table, tuple)
     indptr, table = call.block_table if pair else (None, call.block_table)
     info = np.iinfo(table.dtype)
@@ -102,7 +103,7 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-# What the kernels for few rows do beside products.
+# Options that the decode kernels handle beside the products: masks, soft cap, sinks.
 each_decoded = pytest.mark.parametrize(
     "options",
     [

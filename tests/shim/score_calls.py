@@ -1,4 +1,4 @@
-"""Small calls with options that change scores and probabilities, for the CPU machine."""
+"""Small calls with options that change scores and probabilities, for the simulator."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def normal(*shape: int, dtype: Any = np.float32, seed: int = 1) -> np.ndarray:
 
 
 def hiding(bias: np.ndarray, seed: int = 2) -> np.ndarray:
-    """With -inf in a third of it, and in all of its first row."""
+    """The bias with -inf in a third of its elements and in all of its first row."""
     bias[np.random.default_rng(seed).random(bias.shape) < 1 / 3] = -np.inf
     bias[..., 0, :] = -np.inf
     return bias
 
 
 def option(name: str, dtype: Any) -> dict[str, Any]:
-    """What a call has of one option. The batch is `arrays()`."""
+    """The keyword arguments of one option, for the batch `arrays()`."""
     match name:
         case "softcap":
             return {"softcap": 1.5, "scale": 1.0}

@@ -1,4 +1,4 @@
-"""Score texts compiled for the CPU machine and called at positions of the test's choice."""
+"""Score functions compiled for the simulator and evaluated at positions that a test chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rawattn._scores.expression import POSITION
 from rawattn._scores.score_mod import Predicate, ScoreMod
 from tests.shim.shim import Build, Builder, Memory
 
-# A row of input: the score and its position. A row of output: value, derivative, then each partial and its element.
+# The most partial derivatives of a score function. An input row has the score and its position; an output row has the value,
+# the derivative, then each partial with the index of its array element.
 MAX_PARTIALS = 4
 _COLUMNS = 1 + len(POSITION)
 _RESULTS = 2 + 2 * MAX_PARTIALS
@@ -101,7 +102,7 @@ def source(mods: Sequence[ScoreMod | Predicate]) -> Source:
 
 
 class Device:
-    """Functions compiled together, called with the arrays that they captured or others of their forms."""
+    """Score functions compiled together, evaluated with the arrays that they captured or others of the same form."""
 
     def __init__(self, builder: Builder, mods: Sequence[ScoreMod | Predicate]) -> None:
         self._mods = list(mods)
@@ -110,7 +111,7 @@ class Device:
     def run(
         self, mod: ScoreMod | Predicate, scores: np.ndarray, positions: np.ndarray
     ) -> np.ndarray:
-        """A row a score: value, derivative, partials with their elements. positions: (rows, 7)."""
+        """Returns a row per score: value, derivative, partials with their elements. positions: (rows, 7)."""
         rows = len(scores)
         given = np.concatenate([np.float64(scores)[:, None], np.float64(positions)], axis=1)
         memory = [
@@ -129,7 +130,7 @@ class Device:
 
 
 def put_captured(record: Any, array: np.ndarray, address: int) -> None:
-    """An array whose first element lies there."""
+    """Sets the record of a captured array whose first element is at `address`."""
     record["data"] = address
     record["strides"][: array.ndim] = np.array(array.strides) // array.itemsize
     record["extents"][: array.ndim] = array.shape

@@ -1,4 +1,4 @@
-"""portable/append.cu on the CPU machine, by the host code that a GPU's calls take."""
+"""portable/append.cu on the simulator, through the same host code as calls on a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENS = (9, 1, 24, 3)
 
 
 def run(device: Device, call: Appended, *, on_device: bool = False) -> None:
-    """Runs a call and compares what it wrote. on_device: no integer is checked."""
+    """Runs a call and checks what it wrote. on_device: the host does not check integers."""
     pools = call.pools()
     named = {
         **{"k": call.k, "v": call.v, "k_pages": pools[0], "v_pages": pools[1]},
@@ -51,7 +51,7 @@ def run(device: Device, call: Appended, *, on_device: bool = False) -> None:
 def run_append(
     device: Device, given: OptionsSplit, inputs: Any, on_device: bool
 ) -> tuple[Any, Any, Any]:
-    """The pages, and the queries turned."""
+    """Returns the pages and the rotated queries."""
     targets = (None,) * len(given.verb.outputs)
     written: dict[str, Any] = {}
     results = run_verb(
@@ -78,7 +78,7 @@ def test_batches(machine: MakeDevice, batch: str, on_device: bool) -> None:
         run(machine(32), call, on_device=on_device)
 
 
-# Head dims, rotary dim, element type, type of the angles: accesses of 16, 8, 4 and 2 bytes, heads wider than a wave.
+# (head dims, rotary dim, element type, type of the angles): accesses of 16, 8, 4 and 2 bytes, heads wider than a wave.
 WIDTHS = [
     ((64, 32), 64, BFLOAT16, F32),
     ((64, 64), 32, F16, F16),
@@ -129,7 +129,7 @@ def test_many_sequences(machine: MakeDevice) -> None:
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_rows_without_a_slot_are_not_written(machine: MakeDevice, pair: bool) -> None:
-    """The machine stops at an access outside of the arrays, and of the pages nothing changes."""
+    """No access leaves the arrays (the simulator would fault), and the pages do not change."""
     call = appended((9, 4, 24, 3), 4, pair=pair, rows=2)
     pools = call.pools()
     indptr, table = split(call.pages.block_table)

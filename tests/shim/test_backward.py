@@ -86,7 +86,7 @@ class Cell:
     tiles: Tiles | None = None
     checked: bool = False
     section_queries: int = 1 << 20
-    with_dq: bool = True  # else dq comes from the kernel that computes it alone
+    with_dq: bool = True  # False: a kernel of its own computes dq
     dq_tiles: DqTiles = DQ_SMALL
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Cell:
             seqs=layout(inputs),
             **inputs.options,
         )
-        # What `out` holds takes time to compute, and it lies in memory as `dout` does.
+        # `dout` stands for `out`, which has the same layout but would take time to compute.
         arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": call.dout, "dout": call.dout}
         operands = operands_of({**arrays, **self.gradients})
         target = without_device("sm_90a")
@@ -174,9 +174,9 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def cells_of_curated() -> Iterable[Cell]:
-    """Tiles and machines in turn, the same ones for cases that are one kernel: compiling takes longer than running.
+    """Curated cases with tiles and wave sizes in turn. Cases that share a kernel have the same, to compile it only once.
 
-    Every other kernel: the forward's cells have the cases of the others, and a GPU runs them all.
+    Every other kernel is left out: the forward's cells have the cases of those, and the tests on a GPU run all.
     """
     kernels: dict[object, int] = {}
     for case in curated():
@@ -212,7 +212,7 @@ def cells_of_shapes() -> Iterable[Cell]:
 
 
 def cells_of_table() -> Iterable[Cell]:
-    """Every tile of the tables, whatever the shared memory of this or that GPU."""
+    """Every tile of the tables, for GPUs of any shared-memory size."""
     for n, (dtype, row) in enumerate(TABLE):
         tiles = Tiles(*(row.fields[name] for name in Tiles._fields))
         knobs = {"headdim": row.headdim, "dtype": dtype, "causal": True, **TWO_HEADS}
@@ -229,7 +229,7 @@ def cells_of_dq_table() -> Iterable[Cell]:
 
 
 def cells_of_widths() -> Iterable[Cell]:
-    """Rows that begin at any multiple of the element's size, up to 16 bytes."""
+    """Rows aligned to the element's size and to each larger power of 2 up to 16 bytes."""
     for itemsize, width in ((2, 2), (2, 4), (2, 8), (2, 16), (4, 4), (4, 8), (4, 16)):
         dtype = {2: "float16", 4: "float32"}[itemsize]
         headdim = 32 + width // itemsize

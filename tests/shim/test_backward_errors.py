@@ -1,4 +1,4 @@
-"""Errors of dq and dk against those of arithmetic that rounds nothing on the way but dS, as other kernels do."""
+"""Errors of dq and dk, compared with those of arithmetic that rounds no intermediate result but dS, as other kernels do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.shim.device import MakeDevice
 from tests.shim.score_calls import BFLOAT16, normal
 from tests.shim.whole import run_backward
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 _SEQLEN = 256

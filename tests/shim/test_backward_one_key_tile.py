@@ -1,4 +1,4 @@
-"""Sequences whose keys are one tile: the main kernel writes dq itself, in whole calls on the CPU machine."""
+"""Sequences whose keys fit one tile, for which the main backward kernel writes dq itself: whole calls on the simulator."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_widths(machine: MakeDevice, wave: int, dtype: Any, dims: tuple[int, int
 def test_waves_with_fewer_columns_of_dq(
     machine: MakeDevice, headdim: int, row_waves: int, keys: int
 ) -> None:
-    """Of 3 or 5 blocks of 16 columns, 2 or 4 waves have one less than others, or none."""
+    """dq is right where its 3 or 5 blocks of 16 columns are divided unevenly among 2 or 4 waves, of which some have none."""
     tiles = (32, 32, 2, 1, 2, 1, row_waves, False)
     q, k, v = (normal(1, n, 2, headdim, dtype=BFLOAT16) for n in (45, keys, keys))
     device = machine()
@@ -129,7 +129,7 @@ def test_rows_without_keys_and_other_keys(
 def test_packed_batches(
     machine: MakeDevice, lens: tuple[int, ...], lone: bool, options: dict[str, Any], on_device: bool
 ) -> None:
-    """Their lengths are those of the queries: no row is without keys."""
+    """dq is right in packed batches whose key lengths are the query lengths, so that no row is without keys."""
     starts, longest = np.cumsum((3, *lens)), max(1, *lens)
     rows = int(starts[-1]) + 4
     q, k, v = (normal(rows, heads, 40, dtype=BFLOAT16) for heads in (4, 2, 2))
@@ -159,7 +159,7 @@ def test_packed_batches_by_usual_tiles(
     headdim: int,
     multiprocessors: int,
 ) -> None:
-    """On many multiprocessors several blocks share a key tile, and each writes rows of dq."""
+    """With many SMs several blocks share a key tile, and each writes its own rows of dq."""
     monkeypatch.setitem(ATTRIBUTES, "multiprocessors", multiprocessors)
     starts, longest = np.cumsum((3, *lens)), max(lens)
     rows = int(starts[-1]) + 9
@@ -173,7 +173,7 @@ def test_packed_batches_by_usual_tiles(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_packed_batches_of_unchecked_lengths(machine: MakeDevice, seed: int) -> None:
-    """Sequences that lie over each other, outside the arrays, or have more keys than was promised: bounds alone count."""
+    """No access leaves the arrays where sequences overlap, lie outside, or have more keys than max_seqlen_k."""
     rng, batch, rows = np.random.default_rng(seed), 9, 70
     limits = np.iinfo(np.int64)
     edges = [limits.min, -1, 0, 1, rows, rows + 1, limits.max]
@@ -202,7 +202,7 @@ def test_packed_batches_of_unchecked_lengths(machine: MakeDevice, seed: int) -> 
 
 
 def test_packed_batches_with_lengths_of_keys(machine: MakeDevice) -> None:
-    """A sequence may have queries and no keys."""
+    """dq is right where a sequence has queries and no keys."""
     q, k, v = (normal(rows, 2, 40, dtype=BFLOAT16) for rows in (30, 25, 25))
     seqs = SeqLayout(seqstart_q=[0, 20, 30], seqstart_k=[0, 25, 25])
     device = machine()

@@ -1,4 +1,4 @@
-"""Key tiles that several blocks share, each with a part of the query tiles, in whole calls on the CPU machine."""
+"""Key tiles that several blocks share, each with a part of the query tiles: whole backward calls on the simulator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def thrice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verify_parts(machine: MakeDevice, wave: int, *inputs: np.ndarray, **options: Any) -> None:
-    """By key tiles of TILES, of which some have several blocks."""
+    """Verifies a backward with TILES; asserts that several blocks share a key tile."""
     device = machine(wave)
     with small_tiles(portable_backward=TILES):
         verify_backward(device, "portable", *inputs, **options)
@@ -57,7 +57,7 @@ def test_parts(
     deterministic: bool,
     options: dict[str, Any],
 ) -> None:
-    """More of them than query tiles too."""
+    """Gradients are right, also where a key tile has more blocks than query tiles."""
     given = dict(options)
     if "bias" in given:
         given["bias"] = normal(*given["bias"], 45, 72, dtype=dtype)
@@ -72,7 +72,7 @@ def test_parts(
     ids=str,
 )
 def test_one_key_tile(machine: MakeDevice, rows: int, options: dict[str, Any]) -> None:
-    """Each part writes the rows of dq that are its own."""
+    """Each of the blocks that share the only key tile writes its own rows of dq."""
     given = dict(options)
     if "bias" in given:
         given["bias"] = normal(*given["bias"], rows, 32, dtype=BFLOAT16)
@@ -84,7 +84,7 @@ def test_one_key_tile(machine: MakeDevice, rows: int, options: dict[str, Any]) -
 
 
 def masked(*shape: int) -> np.ndarray:
-    """Dead tiles of TILES, a key tile that no row sees, and rows that see no key."""
+    """A mask that hides whole tiles of TILES, one key tile from all rows, and all keys from some rows."""
     mask = blocky(*shape, block=32)
     mask[..., 32:64] = False
     return mask
@@ -133,7 +133,7 @@ def test_a_mask_that_hides_all(machine: MakeDevice) -> None:
     assert not any(np.any(x.astype(np.float32)) for x in got[:3])
 
 
-# Sequences without queries, without keys and without either, and rows that no sequence has.
+# Sequences without queries, without keys and without either, and padding rows.
 PACKED = SeqLayout(
     seqstart_q=[3, 60, 60, 80, 80, 118],
     seqstart_k=[0, 40, 75, 80, 80, 145],
@@ -154,7 +154,7 @@ RAGGED: list[tuple[int, Any, SeqLayout, bool, dict[str, Any]]] = [
 
 
 def sequences(seqs: SeqLayout, dtype: Any) -> list[np.ndarray]:
-    """q, k, v, whose last rows no sequence has."""
+    """q, k, v, whose last rows belong to no sequence."""
     if seqs is PACKED:
         return [x[0] for x in arrays(dtype, batch=1, rows=(120, 150))]
     return list(arrays(dtype, batch=4, rows=(100, 75)))
@@ -191,7 +191,7 @@ def sinks_thrice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portable_backward, "parts_of_sinks", lambda *_: 3)
 
 
-# Sink tokens in one key tile or in two, of three; sequences with fewer.
+# Sink tokens in one or two of three key tiles, and sequences with fewer keys than that.
 SINKS: list[tuple[int, Any, SeqLayout | None, bool, dict[str, Any]]] = [
     (32, BFLOAT16, None, False, {"causal": True, "window": (9, 0), "sink": 4}),
     (64, BFLOAT16, None, True, {"window": (12, 30), "sink": 33}),
@@ -229,7 +229,7 @@ def test_sink_tokens(
 @pytest.mark.usefixtures("thrice")
 @pytest.mark.parametrize("seqs", [PACKED, PADDED], ids=["packed", "padded"])
 def test_padding_of_the_callers_own_stays(machine: MakeDevice, seqs: SeqLayout) -> None:
-    """Of gradients whose heads come before their rows, too."""
+    """Padding rows of gradients that the caller passes stay as they were, here in arrays whose heads precede their rows."""
     q, k, v = sequences(seqs, BFLOAT16)
     _, keys = logical_rows(q, k, v, {"seqs": seqs})
     own = [np.full(x.swapaxes(-3, -2).shape, CANARY * 257, np.uint16) for x in (q, k, v)]
@@ -248,7 +248,7 @@ def test_padding_of_the_callers_own_stays(machine: MakeDevice, seqs: SeqLayout) 
     "wild", [[0, 40, 20, 500, -9, 150], [-(2**31), 2**31 - 1, 0, 75, 75, 75]], ids=["over", "far"]
 )
 def test_lengths_that_the_host_would_refuse(machine: MakeDevice, wild: list[int]) -> None:
-    """Whatever comes out, nothing outside of memory is touched."""
+    """No access leaves the arrays; the results are arbitrary."""
     device = machine()
     q, k, v = sequences(PACKED, BFLOAT16)
     lse = np.zeros((4, q.shape[0]), np.float32)
@@ -260,7 +260,7 @@ def test_lengths_that_the_host_would_refuse(machine: MakeDevice, wild: list[int]
     assert PARTS in device.launched
 
 
-# Of one head, few key tiles and many query tiles: several blocks share a key tile of their own accord.
+# Rows of a call with one head and few key tiles: so many that launch code lets several blocks share a key tile.
 MANY = 16 * 40
 
 

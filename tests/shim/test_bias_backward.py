@@ -1,4 +1,4 @@
-"""The gradient of a bias, and gradients beside one, by whole calls on the CPU machine, against the reference."""
+"""The gradient of a bias, and the other gradients of a call with one: whole calls on the simulator, against the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROADCASTS = list(itertools.product((1, 2, 4), (1, 2), (1, 45), (1, 75)))
 def test_dbias_of_every_broadcast(
     machine: MakeDevice, heads: int, batch: int, rows: int, keys: int
 ) -> None:
-    """Of float32, so that what is rounded on the way shows."""
+    """dbias is right for every way to broadcast the bias. In float32, so that any rounding to 16 bits on the way shows."""
     bias = normal(batch, heads, rows, keys)
     causal = (heads + batch + rows) % 2 == 0
     with small_tiles():
@@ -71,7 +71,7 @@ def test_dbias_by_the_main_kernel(
     window: tuple[int | None, int] | None,
     keys: int,
 ) -> None:
-    """Of every head, of the two heads of a group, and as float32 sums; in rows of any length."""
+    """dbias of each head, of a group's two heads, and summed in float32 is right in rows of any length."""
     bias = normal(batches, heads, 45, keys, dtype=dtype)
     device = machine(wave)
     waves = (1, 2) if window is None or window[0] is None else (2, 1)  # of keys and columns
@@ -112,7 +112,7 @@ def test_dbias_of_heads_by_twos(
     wave: int,
     keys: int,
 ) -> None:
-    """Groups of several pairs of heads that share a bias, and groups of three, which have none."""
+    """dbias is right for GQA groups of several pairs of heads that share a bias, and for groups of three heads."""
     device = machine(wave)
     q = normal(2, 75, nheads[0], 16, dtype=BFLOAT16, seed=2)
     k, v = (normal(2, keys, nheads[1], n, dtype=BFLOAT16, seed=n) for n in (16, 24))
@@ -140,7 +140,7 @@ ONE_ROW: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 def test_a_bias_of_keys(
     machine: MakeDevice, shape: tuple[int, ...], options: dict[str, Any], dtype: Any, wave: int
 ) -> None:
-    """One row for all queries, as masks of padding are; it hides keys, all of them in one sequence."""
+    """Gradients are right for a bias of one row for all queries that hides keys, in one sequence all of them."""
     bias = normal(*shape, dtype=dtype)
     bias[..., 60:] = -np.inf
     bias[-1, -1] = -np.inf
@@ -175,7 +175,7 @@ SHARED: list[tuple[int, dict[str, Any]]] = [
 def test_a_bias_that_many_scores_share(
     machine: MakeDevice, heads: int, options: dict[str, Any], wave: int, keys: int
 ) -> None:
-    """Its rows begin anywhere: a copy of it has aligned ones."""
+    """A bias that many scores share and whose rows are unaligned is copied into aligned rows."""
     around = np.full((1, heads, 45, keys + 9), np.nan, BFLOAT16)
     bias = around[..., 3 : 3 + keys]
     bias[:] = hiding(normal(1, heads, 45, keys, dtype=BFLOAT16))

@@ -1,4 +1,4 @@
-"""Nobody checks integers on a GPU: whatever they hold, kernels stay inside their arrays."""
+"""Kernels stay inside their arrays whatever the lengths and starts on the device hold, since nothing checks them there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH, ROWS_Q, ROWS_K, HEADS, HEADDIM = 9, 70, 90, 2, 16
 
 
 def garbage(rng: np.random.Generator, size: int, dtype: str, rows: int) -> np.ndarray:
-    """Some values that could be right, among all that cannot."""
+    """Random integers, most of them invalid and some plausible."""
     limits = np.iinfo(dtype)
     extremes = [limits.min, limits.min + 1, -1, 0, 1, rows, rows + 1, limits.max - 1, limits.max]
     values = [int(rng.choice(extremes)), int(rng.integers(-rows, 2 * rows))]
@@ -113,7 +113,7 @@ def test_garbage_stays_in_bounds(
         rows = np.broadcast_to(logical(lengths, group), written.shape)
         assert not np.any(written & ~rows), f"seed {seed}: rows of no sequence were written"
         assert np.all(written == rows) or not every_tile, f"seed {seed}: rows were left out"
-        # Sequences may overlap, and what is padding to one be a row of another: bounds alone count.
+        # Sequences may overlap, and one's padding may be another's row: this checks only that accesses stay inside.
         forward.fill_padding(machine)
         forward.out.buffer()
 

@@ -1,4 +1,4 @@
-"""Clusters: blocks run together and reach into each other, and the machine lets no mistake in that pass."""
+"""Clusters in the simulator: blocks run together, access each other's shared memory, and each mistake in that is found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(kernel: Kernel, *, seed: int = 1, grid: int = 2, **knobs: Any) -> Any:
 
 
 def test_blocks_of_their_own(builder: Builder) -> None:
-    """Each has its threads, its memory and its named barriers."""
+    """Each block of a cluster has its own threads, shared memory and named barriers."""
     body = """
       const unsigned mine = 1 + target::block_index();
       if (thread == 0) s.number = mine;
@@ -46,7 +46,7 @@ def test_blocks_of_their_own(builder: Builder) -> None:
 
 
 def test_blocks_overtake_each_other(builder: Builder) -> None:
-    """Between what they wait for together, either may be ahead: past block_sync as well."""
+    """Between cluster_syncs either block may run ahead of the other, also past a block_sync."""
     body = """
       target::block_sync();
       if (thread == 0) p.y[rank] = p.y[1 - rank] == 1.0f ? 2.0f : 1.0f;
@@ -70,7 +70,7 @@ def test_all_blocks_meet(builder: Builder) -> None:
 
 
 def test_a_copy_arrives_in_every_block(builder: Builder) -> None:
-    """In each at a time of its own; before that its destination is NaN there."""
+    """A multicast copy arrives in each block at a time of its own; until then the destination there is NaN."""
     body = f"""
       const float16* const half = reinterpret_cast<const float16*>(s.a);
       if (thread == 0 && rank == 1) {BOTH}
@@ -105,7 +105,7 @@ def test_a_copy_for_one_block_stays_there(builder: Builder) -> None:
 
 
 def test_what_is_sent_arrives(builder: Builder) -> None:
-    """Whether or not it is waited for already; before, there is nothing."""
+    """A sent number arrives before or after the receiver's wait begins; until then the destination is poison."""
     body = """
       if (thread == 0) s.number = 5;
       ptx::cluster_sync();
@@ -138,7 +138,7 @@ def test_arrivals_from_another_block(builder: Builder) -> None:
         np.testing.assert_array_equal(run(kernel, seed=seed)[:512], 1.0)
 
 
-# What fails whatever the order of turns.
+# Mistakes that fail in every order of execution.
 MISTAKES = {
     "one block waits for another": (
         "if (rank == 0) ptx::mbarrier_wait(&s.full, 0); ptx::cluster_sync();",
@@ -220,7 +220,7 @@ REMOTE = {
 
 @pytest.mark.parametrize("what", REMOTE)
 def test_another_block_is_not_used_before_all_meet(what: str, builder: Builder) -> None:
-    """A block_sync tells a block nothing of the barriers of another one."""
+    """A block_sync does not make the barriers of another block visible: using them without a cluster_sync is found."""
     body = f"if (rank == 1 && thread == 0) {REMOTE[what]} ptx::cluster_sync();"
     kernel = probe(builder, body, sync="target::block_sync()")
     found = set()
@@ -237,7 +237,7 @@ def test_a_grid_is_made_of_whole_clusters(builder: Builder) -> None:
         run(kernel, grid=3)
 
 
-# What some order brings to light, and the only ways in which it may.
+# Races that show in some orders of execution, with the only messages that they may have.
 GONE = "block 0 of the cluster has exited|ends while 1 copies are under way"
 RACES = {
     **{

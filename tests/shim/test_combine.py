@@ -1,4 +1,4 @@
-"""portable/combine.cu on the CPU machine, by the host code that a GPU's calls take."""
+"""portable/combine.cu on the simulator, through the same host code as calls on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.shim.whole import run_verb
 
 
 class Runs:
-    """Makes calls, by the host code that a GPU's calls take."""
+    """Runs calls through the same host code as calls on a GPU."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -42,7 +42,7 @@ class Runs:
         inputs = tuple(map(np.asarray, arrays))
         out, lse = run_verb(self.device, "portable", given, inputs, (target, None), False, False)
         for memory in self.device.memory:
-            memory.array()  # not written around
+            memory.array()  # asserts that nothing was written around it
         return out, lse
 
 
@@ -78,7 +78,7 @@ def test_a_full_list(run: Callable[..., Runs]) -> None:
 
 
 def test_what_lies_well_is_read_as_it_lies(run: Callable[..., Runs]) -> None:
-    """Sixteen bytes at a time, without a copy: beside the results nothing is allocated."""
+    """Aligned inputs are read 16 bytes at a time without a copy: nothing but the results is allocated."""
     for form in (Form(), Form(layout="heads", stacked=True), Form(layout="reversed")):
         runs = run()
         call = call_of(form)
@@ -110,7 +110,7 @@ def test_nan_of_a_partial_that_weighs_comes_out(lost: int, run: Callable[..., Ru
 
 
 class Gpu:
-    """Makes whole calls, with arrays as if of a framework's. asked: how many of them went to the dispatcher."""
+    """Runs whole calls with arrays of a stand-in framework. asked: how many of them went to the dispatcher."""
 
     def __init__(self, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.asked = Device(Machine(builder)), 0
@@ -161,7 +161,7 @@ def test_calls_like_earlier_ones(stacked: bool, gpu: Gpu) -> None:
 
 
 def test_addresses_of_calls_like_earlier_ones(gpu: Gpu) -> None:
-    """What may be read 16 bytes at a time in one call may not be in the next."""
+    """A repeated call is right with arrays of another alignment, which may not be read 16 bytes at a time."""
     for layout in ("odd", "dense", "odd", "dense"):
         for seed in range(2):
             call = call_of(Form(dtype="float32", layout=layout), seed)

@@ -1,4 +1,4 @@
-"""portable/decode.cu on the CPU machine: rows of several heads in a tile, rings of waves, their merge, splits."""
+"""portable/decode.cu on the simulator: rows of several heads in a tile, rings of waves, their merge, split keys."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_parts_of_a_line(
     least: int,
     num_splits: int | None,
 ) -> None:
-    """Few blocks have many query tiles each, and query tiles several blocks."""
+    """Results are right where few blocks have many query tiles each, and where several blocks share a query tile."""
     monkeypatch.setattr(splits, "LEAST_PART_KEYS", least)
     verify_decode(machine(), call, causal=True, num_splits=num_splits)
 
@@ -100,7 +100,7 @@ def test_parts_of_a_line(
 def test_bunches_of_parts(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
 ) -> None:
-    """One sequence has so many parts that they are joined in two steps, and begins and ends within a part."""
+    """A sequence with so many parts that they are merged in two steps, and that begins and ends within a part, is right."""
     monkeypatch.setitem(ATTRIBUTES, "multiprocessors", 50 * heads[1])
     monkeypatch.setattr(splits, "LEAST_PART_KEYS", 16)
     call = paged((50, 2500, 0, 70, 700), 16, rows=1, heads=heads, dims=(16, 16))
@@ -112,11 +112,11 @@ def test_bunches_of_parts(
 @pytest.mark.parametrize(
     ("lens", "multiprocessors"),
     [
-        ((70, 250, 0, 31, 16), 24),  # parts of their own
-        ((70, 5000, 0, 31, 16), 24),  # one is long: equal parts
+        ((70, 250, 0, 31, 16), 24),  # each sequence is a part of its own
+        ((70, 5000, 0, 31, 16), 24),  # one sequence is long: parts of equal size
         ((40,) * 5, 24),
         ((10, 0, *range(1, 40)), 200),
-        ((10, 0, *range(1, 70)), 500),  # more than a block's threads
+        ((10, 0, *range(1, 70)), 500),  # more sequences than a block has threads
         ((90,), 24),
     ],
     ids=("short", "long", "even", "some", "many", "one"),
@@ -145,7 +145,7 @@ def test_sequences_that_are_parts(
 def test_most_sequences_without_queries(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, group: bool
 ) -> None:
-    """A batch that is padded with sequences has fewer units than blocks."""
+    """A batch in which most sequences have no queries, so that there are fewer units than blocks, is right."""
     monkeypatch.setitem(ATTRIBUTES, "multiprocessors", 40)
     rows, lens = (1, *(0,) * 38, 1), (1000, *(5,) * 38, 40)
     room = None if group else 1
@@ -166,7 +166,7 @@ def test_keys_in_rows(machine: MakeDevice, dtype: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_shipped_tiles(machine: MakeDevice) -> None:
-    """Of every row of the tables, in the memory that an H100 has."""
+    """The tiles of every row of the tables work in the shared memory of an H100."""
     for dtype, dim in itertools.product((BFLOAT16, F32), (64, 96, 128, 192, 256)):
         call = paged((400, 30), 16, rows=1, heads=(4, 1), dims=(dim, dim), dtype=dtype)
         device = machine()

@@ -1,4 +1,4 @@
-"""Masks where few rows meet many keys, of both kernels that decode, on the CPU machine."""
+"""Masks in both decode kernels, on the simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.shim.whole import run_forward, small_tiles, verify_forward
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 KEYS = 330
-# Key tiles of 16 and 32: a row's bits of a tile are a half-word, or two.
+# Key tiles of 16 and 32: a row's mask bits of a tile are half a 32-bit word, or a whole one.
 TILES = {
     "16": {"portable_decode": (16, 2, 3, 1), "sm90_decode": (16, 2, 3, 1)},
     "32": {"portable_decode": (32, 3, 2, 1), "sm90_decode": (32, 3, 2, 1)},
@@ -39,7 +39,7 @@ def arrays(
 
 
 def keep(*shape: int, block: int = 48, seed: int = 0) -> np.ndarray:
-    """Runs of keys that are hidden, seen, and some of both; the second head, query or sequence has a row without any."""
+    """A mask with blocks of keys that are hidden, seen and mixed; the second head, query or sequence has a row without keys."""
     rng = np.random.default_rng([*shape, seed])
     kinds = np.repeat(rng.integers(0, 3, (*shape[:3], -(-shape[3] // block))), block, 3)
     mask = np.where(kinds == 1, rng.random((*shape[:3], kinds.shape[3])) < 0.5, kinds == 2)
@@ -62,7 +62,7 @@ def test_every_way_to_broadcast(device: Make, batch: int, heads: int, rows: int,
     ("rows", "heads"), [(1, (4, 4)), (1, (8, 2)), (3, (7, 1)), (9, (6, 2)), (1, (34, 1))], ids=str
 )
 def test_rows_of_heads(device: Make, rows: int, heads: tuple[int, int], tiles: str) -> None:
-    """Tiles of 16 rows and of 32, full and not, and one whose heads are the last of a group."""
+    """Masks are right in tiles of 16 and 32 rows, full or not, and in one that holds the last heads of a GQA group."""
     with small_tiles(**TILES[tiles]):
         mask = keep(2, heads[0], rows, KEYS)
         verify_forward(device(), "decode", *arrays(rows, heads, dtype=F16), mask=mask)
@@ -106,7 +106,7 @@ def test_group_mode(device: Make) -> None:
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_hidden_keys_hold_anything(device: Make, tiles: str) -> None:
-    """Of keys that no row of a tile sees, whole tiles and some of a tile, NaN reaches nobody."""
+    """NaN in keys that no row of a tile sees, whole key tiles or part of one, does not reach the output."""
     q, k, v = arrays(2, (6, 2))
     mask = np.broadcast_to(keep(2, 1, 1, KEYS), (2, 1, 2, KEYS)).copy()
     with small_tiles(**TILES[tiles]):

@@ -1,4 +1,4 @@
-"""What adds to scores and remakes them where rows are of several heads, in both kernels that decode, on the CPU machine."""
+"""Options that change scores, in tiles with rows of several heads: both decode kernels on the simulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.shim.paged import OPTIONS, normal, verify_kernel
 from tests.shim.test_decode_mask import F16, F32, KEYS, TILES, arrays, keep
 from tests.shim.whole import run_forward, small_tiles, verify_forward
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 Make = Callable[[], Device]
@@ -37,7 +37,7 @@ BROADCAST = itertools.product((1, 2), (1, 2, 6), (1, 3), (1, KEYS, KEYS - 1), (B
 def test_every_way_to_broadcast_a_bias(
     device: Make, batch: int, heads: int, rows: int, keys: int, dtype: Any
 ) -> None:
-    """Rows of an odd number of keys have no two that are read at once."""
+    """Every broadcast of a bias is right, also in rows of an odd length, in which keys cannot be read in pairs."""
     call = [x[:, :keys] if x.shape[1] == KEYS and keys > 1 else x for x in arrays(3, (6, 2))]
     with small_tiles(**TILES["16" if rows == 1 else "32"]):
         bias = normal(batch, heads, rows, keys, dtype=dtype)
@@ -45,7 +45,7 @@ def test_every_way_to_broadcast_a_bias(
 
 
 def added(name: str, heads: int, rows: int) -> dict[str, Any]:
-    """An option that differs from head to head, and from query to query."""
+    """The keyword arguments of an option that differs from head to head and from query to query."""
     slopes = np.linspace(-0.3, 1, heads, dtype=F32)
     texts = {
         "line": "score + slope[head] * (kv_idx - 2 * q_idx)",
@@ -70,7 +70,7 @@ ROWS = ((1, (4, 4)), (1, (8, 2)), (3, (7, 1)), (9, (6, 2)), (1, (34, 1)))
     ids=str,
 )
 def test_rows_of_heads(device: Make, rows: int, heads: tuple[int, int], name: str) -> None:
-    """Tiles of 16 rows and of 32, full and not, and one whose heads are the last of a group."""
+    """The option is right in tiles of 16 and 32 rows, full or not, and in one that holds the last heads of a GQA group."""
     with small_tiles(**TILES["32" if rows == 3 else "16"]):
         options = added(name, heads[0], rows)
         verify_forward(device(), "decode", *arrays(rows, heads), **options, causal=rows == 9)
@@ -117,7 +117,7 @@ def test_waves(machine: MakeDevice, wave: int, name: str) -> None:
 
 
 def test_steep_lines(device: Make) -> None:
-    """Of which some leave the range of numbers: they are added to scores one by one."""
+    """Lines so steep that some overflow are right: the kernel adds them to each score."""
     slopes = np.array([3e38, 1e37, -0.5, 17, 3e38, 2], F32)
     mod = rawattn.ScoreMod("score + slope[head] * (kv_idx - q_idx)", slope=slopes)
     q, k, v = arrays(3, (6, 2))
@@ -138,14 +138,14 @@ PAGED = ("bias", "bias-by-rows", "alibi", "score_mod", "softcap")
     ("group", "name"), exhaustive.thin(itertools.product((False, True), PAGED), 3), ids=str
 )
 def test_pages(device: Make, group: bool, name: str) -> None:
-    """Of sequences of other lengths the bias lies by logical position."""
+    """In pages, a bias applies by the key's logical position, for sequences of any length."""
     call = paged((70, 9, 129), 24, rows=(4, 9, 1) if group else 3, group=group)
     verify_kernel(device(), call, family="decode", num_splits=2, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_keys_without_weight(device: Make, tiles: str) -> None:
-    """-inf hides a key, and where it hides them all the row is 0; the least finite number leaves differences alone."""
+    """A bias of -inf hides a key, and a row of hidden keys alone is 0. A whole row of -3e38 keeps its differences of scores."""
     bias = normal(2, 6, 2, KEYS, dtype=F32)
     bias[..., 100:200] = -np.inf
     bias[0, 1] = -np.inf

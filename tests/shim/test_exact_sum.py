@@ -1,4 +1,4 @@
-"""portable/exact_sum.cuh on the CPU machine: sums of numbers of any size, in any order."""
+"""portable/exact_sum.cuh on the simulator: sums of numbers of any size are exact in any order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RNG = np.random.default_rng(0)
 
 
 def summed(builder: Builder, x: Any) -> np.float32:
-    """Afterwards the sum is 0 again."""
+    """The sum of x; asserts that the accumulator is 0 again afterwards."""
     kernel = builder.kernel(Build(Source("probe", _TEXT, "a probe")))
     memory = [
         Memory("x", np.asarray(x, np.float32)),
@@ -47,7 +47,7 @@ def summed(builder: Builder, x: Any) -> np.float32:
 
 
 def bits(*shape: int) -> np.ndarray:
-    """Finite floats of every exponent, subnormal ones too."""
+    """Random finite floats of every exponent, subnormal ones included."""
     x = RNG.integers(0, 2**32, shape, np.uint32).view(np.float32)
     return np.where(np.isfinite(x), x, np.float32(1))
 

@@ -16,7 +16,7 @@ from tests.paged import BFLOAT16, FLOAT8, paged, verify
 from tests.shim.device import MakeDevice
 from tests.shim.paged import OPTIONS, each_decoded, run, verify_decode, verify_kernel
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

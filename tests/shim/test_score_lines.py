@@ -17,7 +17,7 @@ from tests.shim.test_sm90_bias import BFLOAT16, arrays
 from tests.shim.test_sm90_scores import SHAPES, SLOPES
 from tests.shim.whole import small_tiles, verify_backward, verify_forward
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 TEXTS = (

@@ -27,7 +27,7 @@ from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import small_tiles, verify_forward
 from tests.tiles import sharing
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -25,7 +25,7 @@ from tests.shim.paged import (
 )
 from tests.shim.whole import small_tiles, verify_forward
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 F16 = np.dtype(np.float16)

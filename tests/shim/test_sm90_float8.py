@@ -25,7 +25,7 @@ from tests.shim.paged import (
 from tests.shim.whole import small_tiles
 from tests.tiles import sharing
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 LONE = (64, 1, 3, 1, False, True, 256, False)

@@ -18,7 +18,7 @@ from tests.shim.paged import LATE, WIDE, normal, verify_kernel, verify_sm90
 from tests.shim.whole import small_tiles, verify_forward
 from tests.tiles import sharing
 
-# A change of these kernels runs on a GPU before it lands.
+# Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
 LENS = (70, 3, 0, 129)

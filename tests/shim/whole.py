@@ -1,6 +1,6 @@
-"""Whole calls with every option: NumPy arrays in, results out, by the host code that a GPU's calls take.
+"""Whole calls with any option: NumPy arrays in, results out, through the same host code as calls on a GPU.
 
-Arrays keep their strides, and their alignment within 16 bytes, in memory that faults around them.
+Arrays keep their strides and their address modulo 16, in memory that faults around them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.tolerance import check, check_lse, column_orders, low_precision_atten
 
 Array = Any
 
-# Many tile edges in a short sequence: of each kernel what its table's fields are.
+# Small tiles, for many tile edges in a short sequence. Key: a kernel's tile table; value: the fields of a row of it.
 SMALL: dict[str, tuple[int, ...]] = {
     "portable_forward": (32, 16, 2, 2, 1, False),
     "portable_decode": (16, 2, 3, 1),
@@ -44,7 +44,7 @@ SMALL: dict[str, tuple[int, ...]] = {
 
 @contextmanager
 def small_tiles(**shapes: tuple[int, ...]) -> Iterator[None]:
-    """Kernels have these tiles, by the name of their table, and the others those of `SMALL`."""
+    """Makes kernels use `shapes`, by the name of their tile table, and all others the tiles of `SMALL`."""
     with ExitStack() as stack:
         for kernel, shape in {**SMALL, **shapes}.items():
             schema = SCHEMAS[kernel]
@@ -55,7 +55,7 @@ def small_tiles(**shapes: tuple[int, ...]) -> Iterator[None]:
 
 
 class InMemory:
-    """A NumPy array, as a view on a GPU, in memory of the shim."""
+    """A NumPy array in memory of the shim, with the attributes of a view of an array on a GPU."""
 
     device = 0
 
@@ -75,7 +75,7 @@ class InMemory:
         self.memory.write(raw)
 
     def array(self) -> Array:
-        """What the memory holds now."""
+        """The memory's present content."""
         return self._of(self.memory.array())
 
     def _of(self, raw: Array) -> Array:
@@ -92,7 +92,7 @@ def run_forward(
     on_device: bool = False,
     **options: Any,
 ) -> tuple[Array, Array]:
-    """`out` and `lse` of a call. on_device: lengths are in the device's memory, and the host does not read them."""
+    """Returns `out` and `lse` of a call. on_device: lengths are in the device's memory, and the host does not read them."""
     given = with_arrays(FORWARD, Options(**options))
     inputs = (q, k, v, *given.arrays)
     out, lse = run_verb(device, family, given, inputs, (None, None), True, on_device)
@@ -116,7 +116,7 @@ def run_backward(
     on_device: bool = False,
     **options: Any,
 ) -> Gradients:
-    """As `rawattn.attention_backward`; into: arrays whose strides the results have, and that are not written."""
+    """As `rawattn.attention_backward`. into: arrays whose strides the results have; they are not written themselves."""
     targets = into or Gradients()
     names, written = named_gradients(targets, Options(**options), want_dbias)
     given = with_arrays(BACKWARD, Options(**options), names)
@@ -138,9 +138,9 @@ def run_verb(
     *,
     written: dict[str, Array] | None = None,
 ) -> list[Any]:
-    """The outputs of a call of a verb; given: as `with_arrays` has it.
+    """Returns the outputs of a call of a verb. given: the result of `with_arrays`.
 
-    written: gets the inputs that the call changes, by name.
+    written: receives the inputs that the call changes, by name.
     """
     verb: Verb = given.verb
     in_memory = [
@@ -189,7 +189,7 @@ def _lengths_on(device: Device) -> Iterator[None]:
 
 
 def logical_rows(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array]:
-    """True for the rows of queries and of keys that belong to a sequence, in the shapes of their axes."""
+    """Two bool arrays, True for the rows of q and of k that belong to a sequence, in the shapes of the arrays' row axes."""
     call = read(q, k, v, Options(seqs=options.get("seqs")))
     rows, keys = (np.zeros(x.shape[0], bool) for x in (call.q, call.k))
     for start_q, len_q, start_k, len_k in call.sequences:
@@ -199,14 +199,14 @@ def logical_rows(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple
 
 
 def poisoned(array: Array, rows: Array) -> Array:
-    """The same with NaN in all but these rows."""
+    """A copy with NaN in all but these rows."""
     copy = array.copy()
     copy[~rows] = np.nan
     return copy
 
 
 def of_lse(rows: Array, nheads: int) -> Array:
-    """Which elements of an lse belong to these rows."""
+    """A bool array: which elements of an lse belong to these rows."""
     return np.broadcast_to(rows[..., None, :], (*rows.shape[:-1], nheads, rows.shape[-1]))
 
 
@@ -220,7 +220,7 @@ def verify_forward(
     on_device: bool = False,
     **options: Any,
 ) -> None:
-    """A forward against the reference; padding rows hold NaN, and come out as 0 and -inf."""
+    """Checks a forward against the reference. Padding rows of the inputs hold NaN; those of out must be 0, of lse -inf."""
     rows, keys = logical_rows(q, k, v, options)
     given = poisoned(q, rows), poisoned(k, keys), poisoned(v, keys)
     out, lse = run_forward(device, family, *given, on_device=on_device, **options)
@@ -248,7 +248,7 @@ def verify_backward(
     seed_of_dout: int = 0,
     **options: Any,
 ) -> Gradients:
-    """A backward against the reference, likewise: what it gives."""
+    """Checks a backward against the reference and returns its gradients. Padding rows hold NaN; their gradients must be 0."""
     rows, keys = logical_rows(q, k, v, options)
     out, lse = reference.attention(q, k, v, **options, return_lse=True)
     out, lse = out.astype(q.dtype), lse.astype(np.float32)
@@ -292,7 +292,7 @@ def verify_backward(
 
 
 def terms_of_sums(dout: Array, out: Array, rows: Array) -> float:
-    """How large what cancels in dP - delta is, of all rows: it has a sum of dS."""
+    """The size of the terms that cancel in dP - delta, over all rows: it bounds the rounding error of a sum of dS."""
     size = np.abs(dout.astype(np.float64) * out).sum(axis=-1)[rows]
     return float(np.sqrt(np.square(size).sum()))
 
@@ -315,8 +315,8 @@ def low_precision(
     dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None,
     *, want_dbias: bool | None, **options: Any,
 ) -> list[Gradients]:  # fmt: skip
-    """All gradients as float32 arithmetic gives them with scores, probabilities, their gradients and the results
-    rounded to the dtypes that they have, for each of `column_orders`."""
+    """Gradients of float32 arithmetic in which scores, probabilities, their gradients and the results are rounded to the
+    dtypes that the kernels give them: one set for each of `column_orders`."""
     bias, score_mod = options.get("bias"), options.get("score_mod")
     wanted = bias is not None and want_dbias is not False
     options["scale"] = scale_of(q, options)
