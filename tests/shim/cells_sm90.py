@@ -59,7 +59,7 @@ SHAPES = (
     Sm90Tiles(48, 1, 3, False, late_scaling=True),
     LONE,
 )
-# Clusters of two blocks, each of which loads half of a tile for both.
+# Clusters of two blocks, each of which loads half of the keys and values for both.
 PAIR = Sm90Tiles(16, 2, 2, True, cluster=2)
 LATE_PAIR = Sm90Tiles(32, 3, 2, False, late_scaling=True, cluster=2)
 # Outputs stored by TMA.

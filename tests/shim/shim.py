@@ -43,7 +43,7 @@ class Build:
     source: Source
     wave: int = 32
     checked: bool = False
-    fibers: str = "own"  # the stack switch: "own" (x86-64 only) or "ucontext" (any CPU)
+    fibers: str = "own"  # the stack switch: "own" (in assembly, on x86-64) or "ucontext" (as on other CPUs)
 
 
 class Builder:

@@ -1,4 +1,4 @@
-"""attn/fill_padding.cuh: every row outside the sequences, and no other."""
+"""attn/fill_padding.cuh writes every row outside the sequences, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values in pages of 8 bits on the CPU machine, by each kernel that reads or writes such pages."""
+"""Keys and values in pages of 8-bit elements, on the simulator: each portable kernel that reads or writes such pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCALES = ("plain", "numbers", "arrays")
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["decode", "portable"])
 def test_pages(machine: MakeDevice, family: str, page_size: int, dtype: Any, wave: int) -> None:
-    """Rows that no sequence has hold NaN."""
+    """Results are right for every page size; rows of pages that no sequence has hold NaN."""
     knobs = {"dtype": dtype, "pair": page_size == 24, "heads_first": page_size == 3}
     for n, float8 in enumerate(SCALES):
         call = paged(LENS, page_size, rows=3, float8=float8, heads=(6, 2), **knobs)
@@ -43,7 +43,7 @@ def test_pages(machine: MakeDevice, family: str, page_size: int, dtype: Any, wav
         assert kernel in device.launched
 
 
-# Accesses of 16, 8, 4 and 1 bytes.
+# Head dims that lead to accesses of 16, 8, 4 and 1 bytes.
 @pytest.mark.parametrize(
     ("dims", "dtype"),
     exhaustive.thin(
@@ -79,7 +79,7 @@ def test_parts_of_a_line(machine: MakeDevice, monkeypatch: pytest.MonkeyPatch) -
     ("name", "pair"), exhaustive.thin(itertools.product(OPTIONS, (False, True)), 5)
 )
 def test_options_of_scores(machine: MakeDevice, name: str, pair: bool) -> None:
-    """By the kernel that has them all."""
+    """Every option of scores is right on 8-bit pages in the portable forward, the kernel that has all options."""
     call = paged((150, 33, 0), 5, rows=9, pair=pair, float8="arrays")
     for num_splits in (None, 3):
         device = machine()
@@ -96,7 +96,7 @@ def test_chunks(machine: MakeDevice) -> None:
 
 
 def test_all_numbers_of_8_bits(machine: MakeDevice) -> None:
-    """Of one key the output is its value: each of them, but for NaN, which reaches the row that sees it."""
+    """With one key the output is its value, for each 8-bit number; NaN reaches only the row that sees it."""
     every = np.arange(256, dtype=np.uint8).view(FLOAT8)
     call = paged((1,), 1, heads=(1, 1), dims=(256, 256), dtype=F32, spare=0, float8="plain")
     for dtype, family in itertools.product((F16, BFLOAT16, F32), ("decode", "portable")):
@@ -112,7 +112,7 @@ def test_all_numbers_of_8_bits(machine: MakeDevice) -> None:
 
 @pytest.mark.parametrize("family", ["decode", "portable"])
 def test_queries_beyond_float16(machine: MakeDevice, family: str) -> None:
-    """Products are made in float16, whose range bfloat16 queries exceed. One that is infinite leaves others as they are."""
+    """bfloat16 queries beyond the range of float16, in which products are computed, are right; inf affects only its row."""
     call = paged((33, 20), 16, rows=3, heads=(4, 2), dims=(40, 40), float8="arrays")
     for power in (40, -40):
         sized = (call.q.astype(F32) * 2.0**power).astype(BFLOAT16)

@@ -20,10 +20,10 @@ from tests.shim.shim import Builder
 from tests.shim.traits import of_case, of_kernel
 
 WAVES = (32, 64)
-# Many tile edges in a short sequence.
+# Small tiles, for many tile edges in a short sequence.
 SMALL = Tiles(32, 16, 2, 1, False)
-# Shapes that no table has: one or two stages, queries in registers or not, one to four waves, each
-# of one to three blocks of rows.
+# Shapes that no table has: one or two stages, queries in registers or in shared memory, one to four waves, each with one to
+# three blocks of rows.
 SHAPES = (
     Tiles(32, 32, 2, 2, False),
     Tiles(16, 16, 1, 1, True),
@@ -48,7 +48,7 @@ def each_wave(case: Case, **knobs: Any) -> list[Cell]:
 
 
 def cells_of_curated() -> Iterable[Cell]:
-    """Tiles and machines in turn, the same ones for cases that are one kernel: compiling takes longer than running."""
+    """Curated cases with tiles and wave sizes in turn. Cases that share a kernel have the same, to compile it only once."""
     kernels: dict[object, int] = {}
     for case in curated():
         # Arrays with a strided last axis are copied before they reach a kernel.
@@ -80,7 +80,7 @@ def cells_of_shapes() -> Iterable[Cell]:
 
 
 def cells_of_table() -> Iterable[Cell]:
-    """Every tile of the tables, whatever the shared memory of this or that GPU."""
+    """Every tile of the tables, for GPUs of any shared-memory size."""
     for dtype, row in TABLE:
         fields = row.fields
         held = fields["query_in_registers"]
@@ -91,7 +91,7 @@ def cells_of_table() -> Iterable[Cell]:
 
 
 def cells_of_widths() -> Iterable[Cell]:
-    """Rows that begin at any multiple of the element's size, as wide as copies can be."""
+    """Rows aligned to the element's size and to each larger power of 2 up to the widest copy."""
     for itemsize, width in ((2, 2), (2, 4), (2, 8), (2, 16), (4, 4), (4, 8), (4, 16)):
         dtype = {2: "float16", 4: "float32"}[itemsize]
         headdim = 32 + width // itemsize
@@ -101,7 +101,7 @@ def cells_of_widths() -> Iterable[Cell]:
 
 
 def cells_of_sections() -> Iterable[Cell]:
-    """Heads in sections: one at a time, some, a last one that is smaller, or all."""
+    """Sections of one head, of several, of all, and a last section that is smaller."""
     for section_keys in (1, 100, 250, 1 << 30):
         many_heads = {"nheads_q": 10, "nheads_kv": 5, "headdim": 16}
         both = (
@@ -126,7 +126,7 @@ def cells_of_chance() -> Iterable[Cell]:
 
 
 def cells_of_checks() -> Iterable[Cell]:
-    """One of each kind under the undefined-behaviour sanitizer."""
+    """One cell of each kind with the undefined-behaviour sanitizer."""
     lens_q, lens_k = (40, 0, 3, 65), (33, 20, 0, 130)
     rooms = {"room_q": (41, 5, 9, 65), "room_k": (40, 20, 7, 131), "lead": 3, "tail": 4}
     kinds = (
@@ -144,7 +144,7 @@ def cells_of_checks() -> Iterable[Cell]:
 
 
 def cells_of_other_fibers() -> Iterable[Cell]:
-    """What the machine uses where it has no stack switch of its own."""
+    """Cells that switch stacks by ucontext, as the simulator does on CPUs other than x86-64."""
     yield from each_wave(ragged("ucontext", (40, 7), (33, 50), causal=True), fibers="ucontext")
 
 

@@ -1,4 +1,5 @@
-"""Calls whose rows share their keys, on the CPU machine: those keys gathered, against the reference and the ordinary way."""
+"""Calls whose rows share a list of kept keys, which are gathered first: on the simulator, against the reference and against
+the same call without gathering."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def arrays(
 
 
 def shared(batch: int = 2, heads: int = 2, keys: int = KEYS, k: int = KEPT) -> BlockMask:
-    """Lists of which the last one is not full."""
+    """A mask of kept-key lists, of which the last is not full."""
     scores = np.random.default_rng(1).standard_normal((batch, heads, 1, keys), np.float32)
     scores[-1, -1, :, k // 2 :] = -np.inf
     return rawattn.topk_mask(scores, k)
@@ -79,7 +80,7 @@ def test_hopper(machine: MakeDevice, rule: str) -> None:
 @pytest.mark.parametrize("headdims", [(7, 1), (34, 36)], ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_rows_at_any_alignment(machine: MakeDevice, arch: str, headdims: tuple[int, int]) -> None:
-    """Of arrays whose heads come before their rows, in narrow accesses."""
+    """Keys and values are gathered right from rows that allow only narrow accesses, in arrays whose heads precede rows."""
     q, k, v = arrays(headdims=headdims)
     k = np.ascontiguousarray(k.swapaxes(1, 2)).swapaxes(1, 2)
     v = np.concatenate([v, v[..., :1]], axis=-1)[..., :-1]
@@ -123,7 +124,7 @@ def test_nothing_is_kept(machine: MakeDevice) -> None:
 
 @pytest.mark.parametrize("entry", exhaustive.thin([-2, KEYS, 2**31 - 1, -(2**31)], 4))
 def test_an_entry_that_is_no_key_counts_for_nothing(machine: MakeDevice, entry: int) -> None:
-    """As a plan may be given: the machine faults where anything else is touched."""
+    """List entries that are no key, which a plan does not check, count as empty; no access leaves the arrays."""
     mask, device = shared(), machine()
     q, k, v = arrays()
     exact = reference.attention(q, k, v, mask=mask)
@@ -137,7 +138,7 @@ def test_an_entry_that_is_no_key_counts_for_nothing(machine: MakeDevice, entry: 
     assert np.isfinite(got.dk.astype(np.float32)).all()
 
 
-# (sequences, rows, query heads), options: rows that see all of their lists.
+# Value: ((sequences, rows, query heads), (batch, heads) of the lists, options). Each row sees its whole list.
 DECODED: dict[str, tuple[tuple[int, int, int], tuple[int, int], dict[str, Any]]] = {
     "one-row": ((1, 1, 2), (1, 1), {}),
     "causal": ((2, 1, 4), (2, 1), {"causal": True}),
@@ -153,7 +154,7 @@ DECODED: dict[str, tuple[tuple[int, int, int], tuple[int, int], dict[str, Any]]]
     ("case", "arch"), exhaustive.thin(itertools.product(DECODED, ("sm_80", "sm_90a")), 3)
 )
 def test_decoding_sees_lists_as_sequences(machine: MakeDevice, case: str, arch: str) -> None:
-    """Those that are not full are shorter ones, and one of them is empty."""
+    """Decoding treats each list as a sequence: shorter if the list is not full, without keys if it is empty."""
     (batch, rows, heads), lists, options = DECODED[case]
     q, k, v = arrays(headdims=(16, 24))
     q = np.random.default_rng(3).standard_normal((batch, rows, heads, 16)).astype(BFLOAT16)
@@ -249,7 +250,7 @@ def test_gradients(
 
 
 def test_gradients_of_the_callers_own(machine: MakeDevice) -> None:
-    """Of other strides, and every row of them is written."""
+    """Gradients in the caller's arrays are right for other strides, and every row of them is written."""
     given = arrays(headdims=(7, 9))
     dq, dk, dv = (np.zeros(x.swapaxes(1, 2).shape, x.dtype).swapaxes(1, 2) for x in given)
     with small_tiles():
@@ -260,7 +261,7 @@ def test_gradients_of_the_callers_own(machine: MakeDevice) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_it_equals_the_ordinary_way(machine: MakeDevice, options: dict[str, Any]) -> None:
-    """float32, whose sums differ in their order alone."""
+    """Gathered and ordinary calls agree in float32, in which they differ only in the order of sums."""
     given, mask = arrays(np.float32), shared()
     plain = rawattn.block_mask(mask.to_bool())
     found = []

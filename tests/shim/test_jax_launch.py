@@ -1,4 +1,4 @@
-"""How `rawattn.jax` launches a call of a program, on a stand-in for CuPy, against the float64 reference."""
+"""Calls of a compiled JAX program, as `rawattn.jax` launches them: on a stand-in for CuPy, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = [
     padded("padded", (5, 40, 0), (30, 1, 7), 40, 33, **SMALL, causal=True),
     ragged("ragged", (70, 0, 9), (30, 9, 90), **SMALL, window=(20, 3), sink=2),
 ]
-# Whether the program computes the lengths.
+# The last column of a cell says whether the program computes the lengths.
 CELLS = [
     (case, traced) for case in CASES for traced in (False, True)[: 1 if case.name == "dense" else 2]
 ]
@@ -52,7 +52,7 @@ def device(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def run(device: Device, record: Record, inputs: list[np.ndarray]) -> list[np.ndarray]:
-    """The results of the second of two runs, in memory that held garbage."""
+    """Runs a call twice in memory that holds garbage; returns the results of the second run."""
     given = [device.keep(Memory("input", x)) for x in inputs]
     made = [
         device.keep(Memory("output", np.full(shape, np.nan, dtype), readonly=False))
@@ -68,7 +68,7 @@ def run(device: Device, record: Record, inputs: list[np.ndarray]) -> list[np.nda
         ],
     )
     for _ in range(2):
-        taken = []  # XLA's memory is there until the call is over
+        taken = []  # keeps XLA's memory alive until the call is over
 
         def allocate(nbytes: int, taken: list[Any] = taken) -> int:
             owner, address = Allocator(device).allocate(nbytes, 0)

@@ -1,4 +1,4 @@
-"""Lists of tiles that a mask keeps, in whole calls of kernels on the CPU machine: repeated calls give the same results."""
+"""Tile lists that a BlockMask keeps between calls: repeated whole calls on the simulator give the same results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_two_masks_in_turn(
             out = rawattn.attention(*given, mask=masks[n], **options)
             np.testing.assert_allclose(out.in_memory.array(), exact[n], atol=0.01)
         assert device.launched.count("rawattn_mask_tiles") == 2
-        # Whose memory is gone with it, and faults where a kernel touches it.
+        # The memory of the mask's lists is freed with it: a kernel that touches it faults.
         del masks[0]
         out = rawattn.attention(*given, mask=mask_on_device(device, MASKS[0]), **options)
         np.testing.assert_allclose(out.in_memory.array(), exact[0], atol=0.01)

@@ -1,4 +1,4 @@
-"""The launch before attention to kept keys, and the one behind it: rows, bits, lists of tiles and lengths, against NumPy."""
+"""The launches before and after attention to kept keys: gathered rows, mask bits, tile lists and lengths, against NumPy."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Array = Any
 
 
 def kept_lists(shape: tuple[int, int], keys: int, count: int, fills: tuple[int, ...]) -> Array:
-    """Ascending, of two batch entries and heads at most; fills: how many keys they have, in turns."""
+    """Ascending lists of kept keys. shape: (batch entries, heads); fills: the numbers of keys of the lists, in turn."""
     rng = np.random.default_rng(count)
     lists = np.full((*shape, count), -1, np.int32)
     for n, at in enumerate(np.ndindex(shape)):
         fill = fills[n % len(fills)]
         lists[at][:fill] = np.sort(rng.choice(keys, fill, replace=False))
         if n % 2 == 0:
-            lists[at][: min(fill, 1)] = 0  # no key is below the first one
+            lists[at][: min(fill, 1)] = 0  # the first entry is key 0
     return lists
 
 
@@ -53,7 +53,7 @@ def problem_of(
     return replace(problem, mask=ArrayForm("bits", shape, shape, kept=lists.shape[2]))
 
 
-# Elements between rows, heads and batch entries, and where an array begins within 16 bytes.
+# Value: (gaps after each row, head and batch entry, in elements), then the array's address modulo 16.
 LAYOUTS: dict[str, tuple[tuple[int, int, int], int]] = {
     "dense": ((0, 0, 0), 0),
     "gaps": ((8, 16, 24), 0),
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], int]] = {
 
 
 def with_gaps(name: str, array: Array, layout: str) -> tuple[Memory, tuple[int, ...], Array]:
-    """The array in memory with gaps of NaN: it, its strides, and the indices of its elements there."""
+    """Puts the array in memory with gaps of NaN. Returns the memory, the strides, and the indices of the elements there."""
     (of_rows, of_heads, of_batch), phase = LAYOUTS[layout]
     _, rows, heads, dim = array.shape
     head = dim + of_heads
@@ -113,7 +113,7 @@ def test_rows_there_and_back(case: str, shape: tuple[int, int], builder: Builder
     problem = problem_of(9, keys, dims, lists)
     given = keys_and_values(dims, keys)
     each = np.broadcast_to(lists, (BATCH, HEADS, count))
-    # What no list has may hold anything.
+    # Keys and values that no list has may hold anything.
     for b, h in np.ndindex(BATCH, HEADS):
         unkept = np.setdiff1d(np.arange(keys), each[b, h])
         for x in given.values():
@@ -221,7 +221,7 @@ def test_bits_and_lists(
     np.testing.assert_array_equal(arrays["kept_keys"].array().reshape(any_row.shape), any_row)
     for of, (each, tile_q, tile_k) in listed.items():
         check_lists(arrays, of, each, keep, tile_q, tile_k)
-    if "window" not in options:  # else any order will do
+    if "window" not in options:  # with a window any order is allowed
         lists_q, tile_q, _ = listed["q"]
         nheads = lists_q.fields["block_mask.lists.nheads"]
         order = arrays["of_q_order"].array().reshape(-1, -(-rows // tile_q), nheads)
@@ -232,7 +232,7 @@ def test_bits_and_lists(
 def check_lists(
     arrays: dict[str, Memory], of: str, listed: Any, keep: Array, tile_q: int, tile_k: int
 ) -> None:
-    """No tile is left out that a row sees, none goes untested that has a hidden key; and few are there in vain."""
+    """Checks that lists have every tile that a row sees, mark those with a hidden key as masked, and have few others."""
     nheads, capacity, between = (
         listed.fields[f"block_mask.lists.{name}"] for name in ("nheads", "capacity", "sequence")
     )
@@ -271,7 +271,7 @@ def check_lists(
 
 @pytest.mark.parametrize("entry", [-2, 700, 2**31 - 1, -(2**31)])
 def test_entries_that_are_no_keys(entry: int, builder: Builder) -> None:
-    """Whatever a list holds, nothing else is touched: the machine faults."""
+    """List entries that are no keys give rows of zeros, and no access leaves the arrays (the simulator would fault)."""
     lists = kept_lists((1, 2), 700, 130, (130, 60))
     lists[0, 1, 60:] = entry
     lists[0, 0, 5] = entry

@@ -1,4 +1,4 @@
-"""The launch code itself, on a stand-in for CuPy, with kernels on the CPU and against the float64 reference."""
+"""The launch code itself, on a stand-in for CuPy with simulated kernels, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def device(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def bound(device: Device, case: Case) -> tuple[Any, Lengths]:
-    """Problem and lengths; where the case wants them on the device, in its memory."""
+    """The problem and the lengths of a case, in the device's memory if the case has them there."""
     inputs = call_of(case).inputs
     arrays = [x.view() for x in (inputs.q, inputs.k, inputs.v)]
     problem, lengths = describe(*arrays, seqs=layout(inputs), **inputs.options)
@@ -108,7 +108,7 @@ def test_forward(device: Device, case: Case) -> None:
 def test_outputs_that_tma_stores(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, case_of: Any, give_out: bool
 ) -> None:
-    """What packed calls with many tiles choose, and others may: Hopper's kernel is handed a map of `out`."""
+    """Hopper's forward stores by TMA, through a map of `out`, in packed calls with many tiles and in others that allow it."""
     device = Device(Machine(builder), sm90_forward.ARCH)
     device.install(monkeypatch)
     rooms = (90, 100) if case_of is padded else ()
@@ -122,7 +122,7 @@ def test_outputs_that_tma_stores(
 def test_maps_follow_the_arrays_that_change(
     builder: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of a launch's maps is of the array of that launch, whichever of them are others than in the last one."""
+    """Each launch has tensor maps of its own arrays, whichever of them have changed since the last launch."""
     device = Device(Machine(builder), sm90_forward.ARCH)
     device.install(monkeypatch)
     cases = [ragged(name, (70, 9), (30, 90), **SMALL, layout="gaps") for name in ("one", "two")]
@@ -152,7 +152,7 @@ def test_maps_follow_the_arrays_that_change(
 def test_tiles_shared_out_by_keys(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
 ) -> None:
-    """Fewer tiles than blocks and more; the second launch finds the counters as the first one left them."""
+    """Split keys are right with fewer tiles than blocks and with more, also in a second launch with the same counters."""
     device = Device(Machine(builder), sm90_forward.ARCH)
     device.install(monkeypatch)
     with sharing():
@@ -202,12 +202,12 @@ def test_backward(device: Device, case: Case, deterministic: bool) -> None:
 
 
 def test_kernels_of_a_backward(device: Device) -> None:
-    """Nothing is launched for what is not there."""
+    """A backward launches no kernel that has nothing to do."""
     test_backward(device, CASES[1], deterministic=False)
     usual = ["rawattn_backward_prepare", "rawattn_backward", "rawattn_backward_finish"]
     assert device.launched == usual * 2
     device.launched.clear()
-    test_backward(device, CASES[0], deterministic=False)  # one tile has all keys
+    test_backward(device, CASES[0], deterministic=False)  # all keys are in one tile
     assert device.launched == usual[:2] * 2
     device.launched.clear()
     test_backward(device, CASES[0], deterministic=True)
@@ -227,5 +227,5 @@ def canaries(shape: tuple[int, ...], like: Strided) -> Strided:
 
 
 def strided_view(array: Strided, operand: Operand) -> np.ndarray:
-    """What the operand's memory holds now, in the array's shape."""
+    """The present content of the operand's memory, in the array's shape."""
     return replace(array, buffer=operand.buffer()).view()

@@ -1,4 +1,4 @@
-"""Calls with layouts of lengths on the device, as if of CuPy's arrays: which are alike, and starts that both sides share."""
+"""Repeated calls with SeqLayouts of arrays on the device: which share a prepared call, and starts that both sides share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.shim.whole import small_tiles
 
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> list[Lengths]:
-    """What repeated calls have bound."""
+    """The lengths that repeated calls have bound."""
     found: list[Lengths] = []
     original = fast_path._bound
 
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_that_differ_in_values(put: Put, bound: list[Lengths], name: str) -> None:
-    """From the third on nothing of them is looked at but addresses; one that stays is read anew at each call."""
+    """Layouts that differ only in values share a prepared call, and a layout whose arrays are rewritten is read anew."""
     made, rows = LAYOUTS[name]
     qkv = [normal(*rows, heads, 16, dtype=BFLOAT16) for heads in (2, 1, 1)]
     given = [put(x) for x in qkv]
@@ -112,7 +112,7 @@ def test_what_is_wrong_is_told_of_each(put: Put) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_one_array_for_both_sides(put: Put, on_device: bool) -> None:
-    """As FlashAttention's users spell it: keys have the sequences of the queries, as if they were left out."""
+    """The same array for starts of both sides, as FlashAttention's users write it, means the same as leaving the keys' out."""
     starts: Any = np.array([0, 5, 20], np.int32)
     starts = put(starts) if on_device else starts
 
@@ -132,7 +132,7 @@ def test_one_array_for_both_sides(put: Put, on_device: bool) -> None:
 
 
 def test_a_layout_that_is_unpickled_elsewhere(put: Put) -> None:
-    """Where an array of CuPy's comes to lie on the current GPU, which may be another one."""
+    """A layout whose arrays are unpickled on another GPU has the key of those arrays, not that of the pickled layout."""
     seqs = SeqLayout(seqstart_q=put(np.array([0, 5, 20], np.int32)))
     state = seqs.__getstate__()
     moved = copy.copy(seqs._arrays["seqstart_q"])
@@ -144,7 +144,7 @@ def test_a_layout_that_is_unpickled_elsewhere(put: Put) -> None:
 
 
 def test_plans_leave_starts_of_the_host_joined() -> None:
-    """No call of a plan replaces those."""
+    """A plan keeps starts on the host joined, since none of its calls replaces them."""
     starts = np.array([0, 5, 20])
     joined = SeqLayout(seqstart_q=starts, seqstart_k=starts)
     assert joined._with_separate_starts() is joined
@@ -179,7 +179,7 @@ def test_copies_of_a_layout_that_was_used(copied: Callable[[SeqLayout], SeqLayou
         expected = attention(*qkv, seqs=layout, backend="cpu")
         for _ in range(3):
             attention(*qkv, seqs=layout, backend="cpu")
-        layout._calls["attention"] = (None, None, lambda: None)  # as calls on a GPU leave it
+        layout._calls["attention"] = (None, None, lambda: None)  # as after a call on a GPU
         other = copied(layout)
         assert np.array_equal(attention(*qkv, seqs=other, backend="cpu"), expected)
         assert (other.batch, other.group, repr(other)) == (2, True, repr(layout))
@@ -188,7 +188,7 @@ def test_copies_of_a_layout_that_was_used(copied: Callable[[SeqLayout], SeqLayou
 
 @pytest.fixture(params=["portable", "hopper"])
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Put:
-    """`put`, to a device of either kind."""
+    """As `put`, on each kind of device."""
     make: MakeDevice = request.getfixturevalue(
         "machine" if request.param == "portable" else "hopper"
     )
@@ -196,7 +196,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Put:
 
 
 def test_the_options_of_kept_starts(on: Put) -> None:
-    """What a layout keeps for one call serves no other one."""
+    """A prepared call that a layout keeps is not used for other options or for another layout."""
     qkv = inputs(30)
     given = [on(x) for x in qkv]
     layouts = [SeqLayout(seqstart_q=x) for x in ([0, 9, 30], [0, 12, 30])]
@@ -218,7 +218,7 @@ def test_the_options_of_kept_starts(on: Put) -> None:
     ("batch", "rows_q", "rows_k"), [(2, 0, 5), (0, 3, 3), (2, 3, 0), (0, 0, 0)]
 )
 def test_empty_arrays(on: Put, batch: int, rows_q: int, rows_k: int) -> None:
-    """A call that launches nothing, and one that fills its results alone, made again."""
+    """Repeated calls with empty arrays are right: they launch nothing, or only fill their results."""
     shapes = ((batch, rows_q, 2, 16), (batch, rows_k, 1, 16), (batch, rows_k, 1, 16))
     given = [on(np.ones(shape, BFLOAT16)) for shape in shapes]
     for _ in range(4):
@@ -231,7 +231,7 @@ def test_empty_arrays(on: Put, batch: int, rows_q: int, rows_k: int) -> None:
 @pytest.mark.parametrize("sequences", [3, MOST_ORDERED + 1])
 @pytest.mark.parametrize("apart", [False, True])
 def test_starts_on_the_host(on: Put, bound: list[Lengths], sequences: int, apart: bool) -> None:
-    """Layouts whose longest sequences are alike, and that have padding or not alike, are found by that."""
+    """Layouts on the host share a prepared call if they agree in their longest sequences and in whether they have padding."""
     rows = 90
     qkv = inputs(rows)
     given = [on(x) for x in qkv]

@@ -1,4 +1,4 @@
-"""The machine itself: its arithmetic is right, and it does not let a mistake pass."""
+"""The simulator itself: its arithmetic is right, and it finds each mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POINTERS = np.dtype([("x", np.uint64), ("y", np.uint64)])
 
 
 def probe(builder: Builder, body: str, *, wave: int = 32, checked: bool = False) -> Kernel:
-    """A kernel of two arrays of float32, `x` and `y`."""
+    """Builds a kernel with `body` that has two float32 arrays, `x` and `y`."""
     text = f"""\
 #include "target/target.cuh"
 struct Params {{
@@ -38,7 +38,7 @@ KERNEL LAUNCH_BOUNDS({THREADS}, 1) void probe(PARAMETER Params p) {{
 def run(
     kernel: Kernel, x: Any = 0.0, *, grid: int = 1, seed: int = 1, shared_bytes: int = 1024
 ) -> Any:
-    """What the kernel made of y, 64 NaN at first."""
+    """Returns `y` after the run, 64 NaNs before it."""
     given = Memory("x", np.broadcast_to(np.float32(x), THREADS))
     result = Memory("y", np.full(THREADS, np.nan, np.float32), readonly=False)
     params = np.array([(given.address, result.address)], POINTERS)[0]
@@ -152,7 +152,7 @@ def test_shared_memory_starts_as_nan_in_every_block(builder: Builder) -> None:
 
 
 def test_waves_overtake_each_other(builder: Builder) -> None:
-    """A missing barrier shows: for some seeds, what the other wave wrote is not there yet."""
+    """A missing barrier is found: with some seeds the other wave's writes have not happened yet."""
     body = """
       tile[thread] = 1.0f;
       target::wave_sync();
@@ -200,7 +200,7 @@ KERNEL LAUNCH_BOUNDS(32, 1) void convert(PARAMETER Params p) {{
     kernel = builder.kernel(Build(Source("convert", text, "conversions")))
     everything = np.arange(65536, dtype=np.uint16).view(DTYPES[dtype])
     wide = everything.astype(np.float32)
-    # Every 16-bit value, halfway to the next one, and the float32 numbers around that.
+    # Every 16-bit value, the midpoints between neighbours, and the float32 numbers next to those.
     bits = wide.view(np.uint32)
     half = np.uint32(0x1000 if dtype == "float16" else 0x8000)
     wide = np.concatenate([bits, bits + half, bits + half - 1, bits + half + 1]).view(np.float32)
@@ -226,7 +226,7 @@ KERNEL LAUNCH_BOUNDS(32, 1) void convert(PARAMETER Params p) {{
 
 
 def _same(got: np.ndarray, expected: np.ndarray) -> None:
-    """Bit for bit, but any NaN is like another."""
+    """Whether both are equal bit for bit, any NaN being equal to any other."""
     nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(got), nan)
     bits = f"u{got.itemsize}"
@@ -236,7 +236,7 @@ def _same(got: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("wave", [32, 64])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_product(dtype: str, wave: int, builder: Builder) -> None:
-    """C + A B by each way to load B, and A from an accumulator where that is offered."""
+    """C + A B is right for each way to load B, and with A from an accumulator if the target supports that."""
     element = "float" if dtype == "float32" else dtype
     text = f"""\
 #include "target/target.cuh"

@@ -1,4 +1,4 @@
-"""Bits of masks, and lists of tiles made of them, against NumPy."""
+"""Mask bits, and the tile lists made of them, against NumPy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RNG = np.random.default_rng(0)
 
 
 def run(machine: Machine, step: Step, arrays: dict[str, Memory]) -> None:
-    """A step on arrays by name."""
+    """Runs a step on arrays that it finds by name."""
     params = bytearray(step.params)
     for at, name in step.patches:
         params[at : at + 8] = arrays[name].address.to_bytes(8, "little")
@@ -55,7 +55,7 @@ def keys_of(shape: Any) -> dict[str, Memory]:
 
 
 def check_keys(machine: Machine, shape: Any, arrays: dict[str, Memory], keep: np.ndarray) -> None:
-    """Which keys any row sees, after the step that makes the bits."""
+    """Checks which keys any row sees, after the step that makes the bits."""
     step = mask_writing.keys_step(shape)
     if step is not None:
         run(machine, step, arrays)
@@ -65,7 +65,7 @@ def check_keys(machine: Machine, shape: Any, arrays: dict[str, Memory], keep: np
 
 
 def blocky(shape: tuple[int, ...], block: int = 64) -> np.ndarray:
-    """A mask with granules of every kind, the first of them partial, the same whatever ran before."""
+    """A mask with granules of every kind, the first of them partial. It does not depend on tests that ran before."""
     rng = np.random.default_rng(shape)
     rows, keys = (-(-n // block) for n in shape[2:])
     kinds = rng.integers(0, 3, (*shape[:2], rows, keys))
@@ -174,7 +174,7 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "shared": ((1, 1, 1, 300), {"causal": True, "align": "top-left"}),
     "window": ((2, 1, 300, 200), {"window": (70, 3), "sink": 5}),
     "one-key": ((2, 2, 300, 1), {}),
-    "many-tiles": ((1, 1, 4200, 40), {}),  # more of 16 rows than an order is made of in shared memory
+    "many-tiles": ((1, 1, 4200, 40), {}),  # more tiles of 16 rows than can be ordered in shared memory
     "padded": ((2, 4, 200, 300), {"seqs": ((150, 3), (299, 40)), "causal": True}),
     "packed": ((2, 2, 210, 300), {"lens": ((150, 0, 60), (299, 40, 0))}),
     "packed-shared": ((1, 1, 210, 300), {"lens": ((150, 3, 60), (299, 40, 7)), "window": (90, None)}),
@@ -182,7 +182,7 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def test_more_heads_than_groups_are_found_for() -> None:
-    """Before anything is launched, and saying what to do."""
+    """A mask with too many heads raises before any launch, with a message that says what to do."""
     shape = (1, 1, 64, 64)
     q = np.broadcast_to(np.float16(0), (1, 64, mask_tiles.MAX_HEADS + 1, 16))
     problem, lengths = describe(q, q, q)
@@ -292,7 +292,7 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
                         state = mask[at][visible[at]]
                         if state.any():
                             expected.append((part, n, int(not mask[at].all())))
-                # What only touches a granule counts for all of it: a tile may be listed, or tested, in vain.
+                # A tile that touches a granule counts as all of it, so it may be listed, or marked partial, needlessly.
                 known = {e[:2]: e[2] for e in entries}
                 assert list(known) == sorted(known), "not in the order of tiles"
                 for part, n, partial in expected:

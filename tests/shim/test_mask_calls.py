@@ -1,4 +1,4 @@
-"""Masks in whole calls on the CPU machine, against the reference."""
+"""Masks in whole calls on the simulator, against the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiles import sharing
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROWS, KEYS = 150, 210
-# One with queries in a tile of less than a granule, one with tiles that no granule is a multiple of.
+# The first has query tiles smaller than a granule, the second key tiles whose edges do not match granules.
 SHAPES = ((32, 16, 2, 2, 1, False), (64, 80, 2, 1, 1, False), (128, 64, 4, 2, 1, True))
 
 
@@ -31,7 +31,7 @@ def arrays(
 
 
 def blocky(*shape: int, block: int = 64, seed: int = 3) -> np.ndarray:
-    """Dead, full and partial granules, and rows without a key in each of the last two."""
+    """A mask with empty, full and partial granules, and rows without keys."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(0, 3, (*shape[:2], *(-(-n // block) for n in shape[2:])))
     whole = np.repeat(np.repeat(kinds, block, 2), block, 3)[:, :, : shape[2], : shape[3]]
@@ -65,7 +65,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-# One of both types and one of both waves a rule.
+# Each rule with one of both dtypes and one of both wave sizes.
 FORWARDS = [
     (rule, (32, 64)[n % 2 ^ second], (np.float16, np.float32)[n // 2 % 2 ^ second])
     for n, rule in enumerate(RULES)
@@ -196,7 +196,7 @@ def test_hopper_on_ragged_batches(machine: MakeDevice, options: Any, on_device: 
 def test_hopper_shares_lists_out(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, rule: str, multiprocessors: int
 ) -> None:
-    """Each tile in as many pieces, whatever its list has: some are empty, and so are lists."""
+    """Split keys are right under masks: every tile has the same number of pieces, of which some are empty, as are lists."""
     monkeypatch.setitem(ATTRIBUTES, "multiprocessors", multiprocessors)
     q, k, v = arrays(rows=(200, 330))
     with sharing():
@@ -227,18 +227,19 @@ def test_hopper_shares_lists_of_ragged_batches_out(
 
 
 def test_hopper_on_sequences_that_lie_over_each_other(machine: MakeDevice) -> None:
-    """What a device says of lengths may be anything: whatever comes out, nothing outside of memory is touched."""
+    """No access leaves the arrays where starts on the device make sequences overlap; the results are arbitrary."""
     device = machine(arch="sm_90a")
     good = rawattn.SeqLayout(seqstart_q=[0, 300, 500, 700], seqstart_k=[0, 0, 0, 600])
     q, k, v = (x[0] for x in arrays(rows=(700, 600), batch=1))
-    # Of the third sequence, which has all rows, the last tile is the fourth by the length of its list.
+    # In the third sequence, which has all rows, the last tile comes fourth in the order by list length.
     mask = np.ones((1, 4, 700, 600), bool)
     mask[:, :, 384:640, 128:] = mask[:, :, 640:, 512:] = False
     with small_tiles(), device.telling("q", start=np.array([640, 700, 0, 700], np.int32)):
         run_forward(device, "sm90", q, k, v, seqs=good, mask=mask, on_device=True)
 
 
-# As of `SHAPES`: query rows by keys of 16 x 32, 32 x 64 and 64 x 128, with and without a share of the columns.
+# As `SHAPES`, for the backward: tiles of 16 x 32, 32 x 64 and 64 x 128 rows and keys, with and without waves that divide the
+# columns.
 BACKWARD_SHAPES = (
     (16, 32, 2, 1, 2, 1, 1, False),
     (32, 64, 2, 2, 1, 1, 2, False),
@@ -313,7 +314,7 @@ def test_gradients_where_nothing_is_seen(machine: MakeDevice) -> None:
 
 
 def poisoned_bias(mask: np.ndarray) -> np.ndarray:
-    """A bias that is NaN, or infinite, where the mask hides keys."""
+    """A bias that is NaN or infinite where the mask hides keys."""
     bias = np.random.default_rng(9).standard_normal(mask.shape, np.float32)
     bias[~mask] = np.nan
     bias[..., ::7, :] = np.where(mask[..., ::7, :], bias[..., ::7, :], np.inf)
@@ -336,7 +337,7 @@ def test_a_hidden_key_may_have_any_bias(machine: MakeDevice, family: str) -> Non
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_hidden_key_adds_nothing_to_gradients(machine: MakeDevice, deterministic: bool) -> None:
-    """Whatever its bias is, and its value; of those that no row of a tile sees also its key."""
+    """A hidden key adds nothing to gradients, whatever its bias and value, and its key if no row of a tile sees it."""
     mask = blocky(2, 4, ROWS, KEYS)
     mask[..., 30:70] = False
     bias = poisoned_bias(mask)

@@ -1,4 +1,4 @@
-"""Calls with a BlockMask like earlier ones: found again with other arrays and other masks, whole, on the CPU machine."""
+"""Repeated calls with a BlockMask reuse the prepared call, also for other arrays and masks: whole calls on the simulator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.shim.launch import Machine
 from tests.shim.on_device import OnDevice, installed, mask_on_device
 from tests.shim.shim import Builder
 
-ROWS, KEYS = 70, 150  # of fewer rows a mask has no lists
+ROWS, KEYS = 70, 150  # with fewer rows a mask has no lists
 F16 = np.float16
 
 
 class Gpu:
-    """asked: how many calls went to the dispatcher."""
+    """Runs whole calls on the simulator. asked: how many of them went to the dispatcher."""
 
     def __init__(self, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.asked = Device(Machine(builder)), 0
@@ -51,7 +51,7 @@ class Gpu:
         return self.asked == before
 
     def known(self, call: Callable[[], Any]) -> None:
-        """Makes a call until it is found."""
+        """Repeats a call until the prepared one is found."""
         for _ in range(2):
             call()
         assert self.is_found(call)
@@ -121,7 +121,7 @@ def test_what_is_another_call(gpu: Gpu) -> None:
         assert not gpu.is_found(lambda more=more: call(**more))  # type: ignore[misc]
     for more in ({"bias": bias}, {"seqs": layout}, {"dropout_p": 0.5, "seed": 1}):
         assert not any(gpu.is_found(lambda more=more: call(**more)) for _ in range(3))  # type: ignore[misc]
-    # What its form says is no mask.
+    # A mask's form is not accepted as a mask, nor a mask as a bias.
     with pytest.raises(TypeError, match=r"^mask: got"):
         call(mask=mask.form)
     with pytest.raises(TypeError, match=r"^bias: got"):
@@ -143,7 +143,7 @@ def test_results_in_the_memory_of_arrays(gpu: Gpu) -> None:
 
 
 def test_graphs_and_masks_that_they_fill(gpu: Gpu) -> None:
-    """What a graph fills anew keeps nothing, and its calls are found all the same."""
+    """A mask that a CUDA graph refills keeps no lists, and its repeated calls are found nevertheless."""
     given, mask = gpu.put(*arrays(0)), gpu.mask(False, 0)
     mask.memo = None
     call = lambda: rawattn.attention(*given, mask=mask)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The portable forward on keys in pages, on the CPU machine: pages within tiles, tiles within pages, what no page may say."""
+"""The portable forward on paged keys, on the simulator: pages within tiles, tiles within pages, invalid page ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAVES = (32, 64)
 LENS = (70, 3, 0, 129)
 
 
-# Key tiles have 16 rows.
+# Key tiles have 16 keys: page sizes below and above that.
 @pytest.mark.parametrize(
     ("page_size", "pair"),
     exhaustive.thin(itertools.product((3, 1, 8, 16, 24, 64, 100, 1000), (False, True)), 5),
@@ -53,7 +53,7 @@ def test_rows_and_groups_of_heads(machine: MakeDevice, heads: tuple[int, int], d
 
 @pytest.mark.parametrize("headdim", exhaustive.thin([34, 1, 7, 36, 64], 5))
 def test_widths(machine: MakeDevice, headdim: int) -> None:
-    """Copies as wide as rows in pages allow: 2, 2, 4, 8 and 16 bytes."""
+    """Head dims whose rows in pages allow copies of 2, 2, 4, 8 and 16 bytes are right."""
     for wave in WAVES:
         verify_kernel(machine(wave), paged((33, 20), 3, dims=(headdim, headdim), dtype=F16))
 
@@ -93,7 +93,7 @@ def test_sequences_share_pages(machine: MakeDevice) -> None:
 
 
 def test_pages_behind_the_window_are_the_sequences_no_more(machine: MakeDevice) -> None:
-    """Whatever their entries say: the pages that are found instead hold NaN."""
+    """Block-table entries of pages before the window may hold anything: the pages that they lead to hold NaN."""
     call = paged((150, 75), 5, rows=2)
     table = call.block_table + 1
     table[0, 1:23] = -1  # the window of the first row begins at key 118
@@ -111,7 +111,7 @@ def test_pages_behind_the_window_are_the_sequences_no_more(machine: MakeDevice) 
 @pytest.mark.parametrize("integers", [np.int32, np.int64])
 @pytest.mark.parametrize("pair", [False, True])
 def test_no_integer_leads_outside(machine: MakeDevice, integers: Any, pair: bool) -> None:
-    """The machine stops at an access outside of the arrays."""
+    """No page id leads to an access outside the arrays (the simulator would fault)."""
     call = paged((70, 9, 30), 6, integers=integers, pair=pair, rows=3)
     with small_tiles():
         out, _ = run(machine(checked=True), with_any_ids(finite(call)), on_device=True)
@@ -123,10 +123,10 @@ def test_no_integer_leads_outside(machine: MakeDevice, integers: Any, pair: bool
     "option", [{}, {"mask": normal(1, 3, 200) > -1, "window": (20, 0)}], ids=["plain", "mask"]
 )
 def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: Any) -> None:
-    """One that is more than the pages hold is what they hold, in where the diagonal is too; one below 0 is 0."""
+    """A length beyond the pages counts as what they hold, also for the position of the diagonal; one below 0 counts as 0."""
     room = (66, 12, 30)
     call = paged(room, 6, pair=pair, rows=3, spare=0)
-    if not pair:  # a row of a table has room for the longest sequence
+    if not pair:  # each row of the block table has room for the longest sequence
         call = paged((66, 66, 66), 6, rows=3, spare=0)
     seqlen_k = call.seqlen_k.copy()
     device = machine()
@@ -134,7 +134,7 @@ def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: 
         wanted = run(device, call, causal=True, **option)
         for change in (1, 6, 5000):
             cut = replace(call, seqlen_k=seqlen_k + change)
-            # The host was told nothing of the lengths.
+            # The host does not know these lengths.
             got = run_on_device(device, cut, causal=True, **option)
             for x, y in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(x, y)
@@ -143,7 +143,7 @@ def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: 
 
 
 def test_bounds_of_an_indptr_on_the_device(machine: MakeDevice) -> None:
-    """One that leaves the ids, or decreases, gives a sequence the pages that there are."""
+    """An indptr that is out of range or decreases leads to no access outside the page ids."""
     call = paged((40, 12), 6, pair=True, rows=2, spare=0)
     device = machine(checked=True)
     _, ids = call.block_table

@@ -1,4 +1,4 @@
-"""`paged_attention` and its plans on arrays as if of CuPy's: the whole host side of a call on a GPU, on the CPU machine."""
+"""`paged_attention` and its plans on the simulator: the whole host code of a GPU call, with stand-ins for CuPy arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def result(found: Any) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_calls(put: Put, pair: bool, on_device: bool) -> None:
-    """Two of one form share what was prepared, and have pages and lengths of their own."""
+    """Two calls of the same form share a prepared call; each uses its own pages and lengths."""
     for seed in range(3):
         call = paged(LENS, 6, pair=pair, rows=3, seed=seed)
         lengths = put(call.seqlen_k) if on_device else call.seqlen_k
@@ -68,7 +68,7 @@ def test_a_plan_whose_lengths_and_pages_change_in_place(put: Put, pair: bool) ->
         )
         assert made._gpu is not None
         verify(call, *result(made()), causal=True)
-        # The other call's pages, by the arrays of planning time.
+        # The other call's pages, written into the arrays that the plan was made with.
         for array, values in zip(inputs[:3], other.inputs[:3], strict=True):
             array.write(values)
         ids = inputs[3][1] if pair else inputs[3]
@@ -89,7 +89,7 @@ def test_a_plan_whose_lengths_and_pages_change_in_place(put: Put, pair: bool) ->
 
 @pytest.mark.parametrize("float8", ["plain", "numbers", "arrays"])
 def test_pages_of_8_bits(put: Put, float8: str) -> None:
-    """Calls that differ in the values of scales alone share what was prepared; a plan reads arrays of them anew."""
+    """Calls that differ only in the values of scales share a prepared call; a plan reads arrays of scales anew."""
     calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
     with small_tiles():
         for call in calls:
@@ -149,7 +149,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_repeated_steps_find_their_launch(
     put: Put, dispatched: list[Any], pair: bool, written: bool
 ) -> None:
-    """With pages, lengths and an array to write of their own."""
+    """Repeated calls find their prepared launch, and use their own pages, lengths and `out`."""
     for seed in range(4):
         call = paged(LENS, 6, pair=pair, rows=3, seed=seed)
         inputs, lengths = inputs_of(call, put), put(call.seqlen_k)
@@ -159,18 +159,18 @@ def test_repeated_steps_find_their_launch(
         )
         assert not written or found[0] is out
         verify(call, *result(found), causal=True, window=(90, None))
-    assert len(dispatched) <= 2  # the first one may find no reader, the second is remembered
+    assert len(dispatched) <= 2  # the first may find no reader yet, the second is remembered
 
 
 def blank(put: Put, call: Paged) -> OnDevice:
-    """To write the result of a call."""
+    """A zeroed array for the result of a call."""
     shape = (*call.q.shape[:-1], call.v_pages.shape[-1])
     return put(np.zeros(shape, call.q.dtype), readonly=False)
 
 
 @pytest.mark.parametrize("float8", ["numbers", "arrays"])
 def test_repeated_steps_on_pages_of_8_bits(put: Put, dispatched: list[Any], float8: str) -> None:
-    """Scales that are numbers tell calls apart; arrays of them are no matter of the table."""
+    """Scales that are arrays share a remembered launch; each pair of scales that are numbers has one of its own."""
     calls = [paged(LENS, 6, rows=3, float8=float8, seed=seed) for seed in range(2)]
     for call in calls * 3:
         scales = {
@@ -179,7 +179,7 @@ def test_repeated_steps_on_pages_of_8_bits(put: Put, dispatched: list[Any], floa
         lengths = put(call.seqlen_k)
         found = paged_attention(*inputs_of(call, put), seqlen_k=lengths, **scales, return_lse=True)
         verify(call, *result(found))
-    # Each pair of numbers once, and again the first call of a process, which may find no reader.
+    # One dispatch for each pair of numbers, and one more for the first call of a process, which may find no reader.
     assert len(dispatched) <= 3 if float8 == "numbers" else len(dispatched) == 6
     if float8 == "numbers":
         other = {**scales, "v_scale": 2 * scales["v_scale"]}
@@ -216,7 +216,7 @@ def test_planned_appends_write_out(put: Put) -> None:
     given = (put(call.k), put(call.v), *pools, put(call.pages.block_table))
     options = {"seqlen_k": put(call.pages.seqlen_k), "rotary": tuple(map(put, call.rotary))}
     made = rawattn.plan(rawattn.append_kv, *given, q=put(call.q), **options)
-    for _ in range(3):  # from the second one on by its names
+    for _ in range(3):  # from the second call on by the names of its arguments
         out = put(np.zeros(call.q.shape, call.q.dtype), readonly=False)
         assert made(*given, out=out) is out
         call.verify(*(x.in_memory.array() for x in pools), out.in_memory.array())
@@ -230,7 +230,7 @@ def test_planned_appends_write_out(put: Put) -> None:
 
 
 def test_angles_that_are_copied(put: Put) -> None:
-    """Those whose last axis is not dense."""
+    """Angles whose last axis is not dense are copied, and the result is right."""
     call = appended((9, 4, 24, 3), 4, rows=2, rotary_dim=16)
     spread = [np.repeat(x, 2, -1)[:, ::2] for x in call.rotary]
     for _ in range(3):
@@ -289,7 +289,7 @@ def test_steps_that_are_not_like_the_known_one(put: Put, dispatched: list[Any]) 
         TypeError, match=r"^rawattn.paged_attention: got 5 arguments by position, expected 4"
     ):
         paged_attention(*inputs, lengths)  # type: ignore[call-overload]
-    # Overlap is seen at each call.
+    # Every call checks for overlap.
     out = blank(put, call)
     for _ in range(3):
         known = not went_there(*inputs, seqlen_k=lengths, causal=True, out=out)

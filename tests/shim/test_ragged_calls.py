@@ -1,4 +1,4 @@
-"""Whole calls on packed and padded batches: few sequences and many, empty ones, padding rows, plans that leave those alone."""
+"""Whole calls on packed and padded batches: few and many sequences, empty ones, padding rows, plans that leave padding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILLED = (slice(5, 8), slice(25, 45))
 
 
 def many(count: int) -> SeqLayout:
-    """So many sequences, every other one empty."""
+    """A layout of `count` sequences, every other one empty."""
     return SeqLayout(seqstart_q=np.cumsum([1, *([0, 3] * count)[:count]]))
 
 
@@ -47,7 +47,7 @@ def test_hopper(hopper: MakeDevice, rows: int, seqs: SeqLayout, on_device: bool)
     q, k, v = (normal(rows, heads, 16, dtype=BFLOAT16) for heads in (2, 1, 1))
     device = hopper(seed=3)
     verify_forward(device, "sm90", q, k, v, seqs=seqs, on_device=on_device, causal=True)
-    # An order of many sequences is a launch, and so is what brings many lengths of the host.
+    # Ordering many sequences takes a launch of its own; with lengths on the host, that launch also carries them.
     setup = SETUP if on_device else CARRYING
     assert (setup in device.launched) == (seqs.batch > MOST_ORDERED)
 
@@ -66,7 +66,7 @@ def test_padded_batches(hopper: MakeDevice, lens: Sequence[list[int]], on_device
 def test_a_plan_leaves_padding_rows_of_arrays_to_write(
     hopper: MakeDevice, family: Any, on_device: bool, theirs: tuple[str, ...]
 ) -> None:
-    """In turns with calls into the plan's own arrays, whose padding rows it fills."""
+    """A plan leaves padding rows of the caller's arrays alone, also between calls into its own arrays, where it fills them."""
     device, rows = hopper(seed=3), 60
     seqs = SeqLayout(seqstart_q=[5, 25, 45], seqlen_q=[3, 20], seqlen_k=[19, 4])
     given = with_arrays(FORWARD, Options(seqs=seqs))

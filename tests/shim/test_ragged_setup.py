@@ -1,4 +1,4 @@
-"""What is launched before all else of a ragged call: how often, and with integers that come in its own parameters."""
+"""The setup launch of a ragged call: how often it is launched, and integers of the host that its parameters carry."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def device(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def carried(case: Case, builder: Builder, wave: int, which: str) -> None:
-    """The integers of the sides in `which` come with the launch, where kernels find poison; others are in memory."""
+    """Checks a call in which the setup launch carries the integers of the sides in `which` into memory that held poison."""
     call = call_of(case)
     forward = call.forward()
     memory = list(forward._memory)
@@ -100,12 +100,12 @@ def test_integers_are_read_where_they_come(
 
 
 def named(device: Device) -> list[str]:
-    """What has been launched, kernels of attention by one name."""
+    """The launched kernels, all attention kernels under one name."""
     return [x if x in (SETUP, CARRYING) else MAIN for x in device.launched]
 
 
 class Runs:
-    """A forward of a case, to be run by a call that is prepared for it or for another one of the same structure."""
+    """A forward of a case, run by a call that was prepared for it or for a case of the same structure."""
 
     def __init__(self, device: Device, case: Case) -> None:
         self.device, self.case, self.call = device, case, call_of(case)
@@ -122,14 +122,14 @@ class Runs:
         return [*(self.operands[name].address for name in ("q", "k", "v", "out")), 0]
 
     def out(self) -> np.ndarray:
-        """As it is now, its rows checked."""
+        """The present content of `out`, after checking its rows."""
         exact, rows = expected(self.case), self.call.inputs.rows
         out = strided_view(self.call.out, self.operands["out"])
         check(out[rows], exact.out, exact.low_out, what="out")
         return out
 
     def run(self, call: Prepared) -> list[str]:
-        """What it launches; the result is checked."""
+        """Runs the call, checks the result and returns the kernels that it launched."""
         self.device.launched.clear()
         call.run(self.addresses(), 0, Allocator(self.device), self.lengths)
         self.out()
@@ -159,7 +159,7 @@ def test_launches_of_a_layout(device: Device, case: Case, launched: list[list[st
 
 @pytest.mark.parametrize("case_of", [ragged, padded])
 def test_layouts_of_one_structure_share_a_call(device: Device, case_of: Any) -> None:
-    """Whose longest sequences, and numbers of tiles, are not the same."""
+    """Layouts of one structure share a prepared call, even if their longest sequences and numbers of tiles differ."""
     rows = (40, 40) if case_of is padded else ()
     cases = [
         case_of(f"lens-{n}", lens, lens[::-1], *rows, **{**SMALL, "nheads_kv": 2})

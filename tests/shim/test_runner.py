@@ -1,4 +1,4 @@
-"""The process that kernels run in: it has what tests share with it, and no more."""
+"""The process that kernels run in can access the memory that the tests share with it, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attn/schedule/order_sequences.cuh against a sort."""
+"""attn/schedule/order_sequences.cuh orders sequences as a stable sort does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cases() -> list[Case]:
     rng = np.random.default_rng(0)
     cases = []
     for batch in (1, 2, 5, 127, 128, 129, 300):
-        # Few different lengths, so that many are equal: the order among those is that of the batch.
+        # Few different lengths, so that many are equal: those must stay in the order of the batch.
         lens_q, lens_k = rng.integers(0, 40, batch).tolist(), rng.integers(0, 9, batch).tolist()
         cases.append(ragged(f"group-{batch}", lens_q, lens_k, **SMALL))
         for by in ("seqlen", "cu_seqlen"):

@@ -1,4 +1,4 @@
-"""Score functions that add what grows evenly from key to key, in both forwards: they join exponents as ALiBi does."""
+"""Score functions that add a term linear in the key's position: like ALiBi's, it is added in the exponent, not per score."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MASKS: tuple[dict[str, Any], ...] = (
 
 
 def mod(text: str, slopes: Any = SLOPES["usual"], third: float = 1.0) -> ScoreMod:
-    """third: what every third row of `row` has."""
+    """A score function with its captured arrays. third: the value of every third element of `row`."""
     given = {"slope": np.float32(slopes), "row": np.linspace(-1, 1, 170, dtype=np.float32)}
     given["row"][::3] = third
     return ScoreMod(text, **{name: x for name, x in given.items() if f"{name}[" in text})
@@ -45,7 +45,7 @@ def mod(text: str, slopes: Any = SLOPES["usual"], third: float = 1.0) -> ScoreMo
 )
 def test_hopper(hopper: MakeDevice, text: str, mask: dict[str, Any]) -> None:
     device = hopper()
-    # Rows and keys as many as each other: so the kernel knows where the diagonal is.
+    # As many rows as keys, so that the kernel knows where the diagonal is.
     q, k, v = arrays(BFLOAT16, 2, (150, 150), (4, 2))
     for shape, more in zip(SHAPES, ({}, {"softcap": 2.0}, {"scale": -0.1}), strict=True):
         with small_tiles(sm90_forward=shape):
@@ -55,7 +55,7 @@ def test_hopper(hopper: MakeDevice, text: str, mask: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("slopes", [SLOPES["steep"], [3e38, 1e37, -0.5, 17.0]], ids=str)
 def test_steep_lines(hopper: MakeDevice, slopes: list[float]) -> None:
-    """What is out of range is so where the text is: beside the diagonal, not on it."""
+    """Slopes so steep that terms overflow are right: they overflow beside the diagonal, as the function says, not on it."""
     device = hopper()
     q, k, v = arrays(BFLOAT16, 2, (150, 150), (4, 2))
     for shape in SHAPES[:2]:
@@ -90,7 +90,7 @@ PLANES = (
     *TEXTS[:2],
     "where(head % 2 == 0, slope[head] * (kv_idx - seqlen_k) / 2 + score, score - 0.02 * q_idx)",
 )
-# With one block of keys a wave, and with two.
+# One block of keys per wave, and two.
 BACKWARD_SHAPES = ((32, 32, 2, 1, 2, 1, 1, False), (32, 64, 2, 1, 2, 1, 1, False))
 
 
@@ -104,7 +104,7 @@ BACKWARD_SHAPES = ((32, 32, 2, 1, 2, 1, 1, False), (32, 64, 2, 1, 2, 1, 1, False
 def test_gradients(
     machine: MakeDevice, text: str, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> None:
-    """Products begin with what a line adds where all queries of a head have the same."""
+    """Gradients are right where the Q K^T accumulators start from the linear term, which all queries of a head share."""
     inputs = small_arrays(dtype, rows=(75, 75))
     score_mod = mod(text, np.float32([0.5, 0.1, -0.2, 0]))
     with small_tiles(portable_backward=shape):
@@ -124,7 +124,7 @@ def test_gradients_of_steep_lines(machine: MakeDevice, slopes: list[float]) -> N
 
 @pytest.mark.parametrize("shape", exhaustive.thin([(x,) for x in BACKWARD_SHAPES], 2), ids=str)
 def test_gradients_of_what_is_beside_a_line(machine: MakeDevice, shape: tuple[int, ...]) -> None:
-    """A bias has the same positions of keys."""
+    """Gradients are right for ALiBi and for a linear term beside a bias, which uses the same key positions, or a soft cap."""
     inputs = small_arrays(BFLOAT16, rows=(75, 75))
     bias = np.random.default_rng(3).standard_normal((1, 4, 75, 75)).astype(BFLOAT16)
     slopes = np.float32([0.5, 0.1, -0.2, 0])

@@ -1,4 +1,4 @@
-"""Score texts as kernels have them: on the CPU machine against NumPy, and through NVRTC."""
+"""Score functions as compiled into kernels: on the simulator against NumPy, and through NVRTC."""
 
 from __future__ import annotations
 

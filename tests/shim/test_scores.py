@@ -1,4 +1,4 @@
-"""What changes scores and probabilities, in whole forwards on the CPU machine, against the reference."""
+"""Options that change scores and probabilities: whole forwards on the simulator, against the reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_forward(machine: MakeDevice, name: str, wave: int, dtype: Any) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("wave", WAVES)
 def test_forward_of_a_ragged_batch(machine: MakeDevice, wave: int, on_device: bool) -> None:
-    """Positions are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
+    """Options of scores use positions within the sequence. The bias is larger than any sequence, and NaN beyond them."""
     q, k, v = (x[0] for x in arrays(batch=1, rows=(61, 110)))
     bias = hiding(normal(3, 2, 50, 81, dtype=BFLOAT16))
     bias[:, :, 40:] = np.nan
@@ -71,10 +71,10 @@ def test_forward_of_a_padded_batch(machine: MakeDevice, on_device: bool) -> None
 
 
 def test_a_row_without_keys_has_its_sink(machine: MakeDevice) -> None:
-    """And NaN in keys that nobody sees does not reach it."""
+    """A row without keys has out 0 and its sink's logit as lse."""
     q, k, v = arrays(rows=(9, 4))
     logits = np.array([1.5, -np.inf, -2, 0], np.float32)
-    # bottom-right: the first five rows see nothing
+    # bottom-right alignment: the first five rows see no key
     with small_tiles():
         out, lse = run_forward(
             machine(), "portable", q, k, v, causal=True, sink_logits=logits, softcap=5.0
@@ -86,7 +86,7 @@ def test_a_row_without_keys_has_its_sink(machine: MakeDevice) -> None:
 
 @pytest.mark.parametrize("wave", WAVES)
 def test_dropout_does_not_depend_on_tiles(machine: MakeDevice, wave: int) -> None:
-    """The sum of what is kept, of values that are all 1, is exact in float32."""
+    """Kernels with other tiles drop the same keys. All values are 1, so that the number of kept keys is exact in float32."""
     q, k, v = arrays(np.float32, dims=(16, 16))
     q, v = q * 0, np.ones_like(v)
     found = []

@@ -1,4 +1,4 @@
-"""Gradients where scores and probabilities are changed, by whole calls on the CPU machine, against the reference."""
+"""Gradients with options that change scores and probabilities: whole calls on the simulator, against the reference."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-# In every run: all options together, of both waves, and those with code of their own in more than one kernel.
+# The options of every run: all together, with both wave sizes, and those with code of their own in more than one kernel.
 COMMON = ("bias-rows", "sinks-hidden", "dropout-seed-on-device", "score_mod")
 MARKED = [
     case
@@ -84,7 +84,7 @@ CAPTURED = {
     exhaustive.thin(((name, wave) for wave in WAVES for name in CAPTURED), 6),
 )
 def test_captured_gradients(machine: MakeDevice, name: str, wave: int) -> None:
-    """Twice: the second run finds sums of zeros."""
+    """Gradients of captured arrays are right, also in a second run."""
     text, shapes = CAPTURED[name]
     dtype = DTYPES[sorted(CAPTURED).index(name) % 3]
     found = {each: normal(*shape, dtype=dtype) for each, shape in shapes.items()}
@@ -107,7 +107,7 @@ def test_captured_gradients(machine: MakeDevice, name: str, wave: int) -> None:
 
 @pytest.mark.parametrize("wave", [32, 64])
 def test_captured_gradients_in_any_order(machine: MakeDevice, wave: int) -> None:
-    """Exact sums, which are zeros again for the second call."""
+    """Deterministic gradients of captured arrays are the same bits in a second call."""
     table = normal(5, 7, dtype=np.float16)
     text = "score * slope[head] + table[q_idx % 5, kv_idx % 7]"
     score_mod = ScoreMod(text, wrt=("slope", "table"), slope=normal(4), table=table)
@@ -124,7 +124,7 @@ def test_captured_gradients_in_any_order(machine: MakeDevice, wave: int) -> None
 
 
 def test_captured_gradients_of_ragged_batches(machine: MakeDevice) -> None:
-    """Two kernels of query tiles find their sequences in one order."""
+    """Gradients of captured arrays are right in ragged batches, where two kernels of query tiles share one order."""
     seqs = rawattn.SeqLayout(seqstart_q=[0, 30, 30, 45], seqstart_k=[0, 20, 61, 75])
     q, k, v = (x[0] for x in arrays())
     score_mod = ScoreMod("score * slope[head]", wrt="slope", slope=normal(4))
@@ -158,7 +158,7 @@ def test_gradients_of_options_in_arrays_of_the_caller(machine: MakeDevice) -> No
 def test_backward_of_a_ragged_batch(
     machine: MakeDevice, wave: int, on_device: bool, deterministic: bool
 ) -> None:
-    """Where there are no sequences the bias is NaN, and its gradient 0."""
+    """Gradients are right in a ragged batch. Beyond the sequences the bias is NaN, and its gradient must be 0."""
     q, k, v = (x[0] for x in arrays(batch=1, rows=(61, 110)))
     bias = hiding(normal(3, 2, 50, 81, dtype=BFLOAT16))
     bias[:, :, 40:] = np.nan
@@ -187,7 +187,7 @@ def test_backward_of_a_ragged_batch(
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_slopes_that_reward_distance(machine: MakeDevice, packed: bool) -> None:
-    """Of rows behind a sequence's last one the scores would be beyond all numbers."""
+    """Negative ALiBi slopes are right, although the scores of padding rows would overflow."""
     slopes = -np.array([40, 2, 0.5, 8], np.float32)
     q, k, v = (x[0] for x in arrays(batch=1, rows=(61, 110))) if packed else arrays()
     with small_tiles():
@@ -203,7 +203,7 @@ def test_slopes_that_reward_distance(machine: MakeDevice, packed: bool) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-6])
 def test_slopes_beside_any_scale(machine: MakeDevice, scale: float) -> None:
-    """Products begin with what ALiBi adds over the scale."""
+    """ALiBi is right with a scale of 0, below 0 or tiny, although Q K^T accumulators start from its term over the scale."""
     slopes = np.array([0.5, 0.1, -0.2, 0], np.float32)
     with small_tiles():
         options = {"causal": True, "alibi_slopes": slopes, "scale": scale}

@@ -1,4 +1,4 @@
-"""Biases in Hopper's forward: in boxes where they lie so, row by row where keys lie side by side, else read by lanes."""
+"""Biases in Hopper's forward: loaded by TMA if strides allow it, else row by row if keys are contiguous, else by lanes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.exhaustive
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 
-# tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
+# (tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores)
 PAIR_OF_CONSUMERS = (16, 2, 2, 1, True, True, 232, False)
 THREE = (80, 3, 2, 1, False, False, 160, False)
 LONE = (32, 1, 1, 1, False, False, 256, False)
@@ -55,7 +55,7 @@ def normal(*shape: int, dtype: Any = BFLOAT16) -> np.ndarray:
 
 
 def hiding(bias: np.ndarray) -> np.ndarray:
-    """With -inf in a third of it, and in all of its first row."""
+    """The bias with -inf in a third of its elements and in all of its first row."""
     bias[np.random.default_rng(2).random(bias.shape) < 1 / 3] = -np.inf
     bias[..., 0, :] = -np.inf
     return bias
@@ -75,7 +75,7 @@ def summary_of(device: Device) -> str:
 
 
 def shifted(bias: np.ndarray, by: int = 1) -> np.ndarray:
-    """The same, but for where it begins, and with rows of an odd length: no map has such strides."""
+    """The same bias at an unaligned address and with rows of an odd length, strides that no tensor map can have."""
     around = np.full((*bias.shape[:-1], bias.shape[-1] + 9), np.nan, bias.dtype)
     inside = around[..., by : by + bias.shape[-1]]
     inside[:] = bias
@@ -149,7 +149,7 @@ def test_rows_that_no_map_describes(hopper: MakeDevice, name: str, shape: tuple[
 
 @pytest.mark.parametrize("n", exhaustive.thin(range(2 * len(PATTERNS)), 7))
 def test_every_broadcast_by_rows(hopper: MakeDevice, n: int) -> None:
-    """What surrounds the bias is NaN."""
+    """Every broadcast of a bias is right when it is loaded row by row; NaNs surround the bias."""
     batch, heads, rows = PATTERNS[n // 2]
     dtype = (BFLOAT16, FLOAT16)[n // 2 % 2]
     device = hopper(seed=n)
@@ -167,7 +167,7 @@ def test_every_broadcast_by_rows(hopper: MakeDevice, n: int) -> None:
 def test_copies_that_many_scores_share(
     hopper: MakeDevice, heads: int, options: dict[str, Any]
 ) -> None:
-    """They have aligned rows, come in boxes, and are as large as the bias is."""
+    """A bias that many scores share is copied once into aligned rows, unexpanded, and loaded by TMA."""
     device = hopper()
     bias = shifted(hiding(normal(1, heads, 136, 151)))
     if heads == 2:
@@ -199,7 +199,7 @@ WIDE = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_views_in_rows_of_whole_16_bytes(hopper: MakeDevice, name: str) -> None:
-    """Their lengths are odd: what lies behind the last key of a row is not read."""
+    """Views of odd length in aligned rows are loaded by TMA, which does not use the elements behind a row's last key."""
     device = hopper()
     with small_tiles(sm90_forward=SHAPES[len(name) % 4]):
         given = arrays(BFLOAT16, 2, (100, 101), (4, 2))
@@ -216,7 +216,7 @@ PADDED = rawattn.SeqLayout(seqlen_q=[201, 30], seqlen_k=[60, 210])
     exhaustive.thin(itertools.product((1, 2, 8), (False, True), (False, True)), 7),
 )
 def test_ragged_batches(hopper: MakeDevice, heads: int, on_device: bool, odd: bool) -> None:
-    """Positions are those in the sequence; the bias is longer than any of them, and NaN where there are none."""
+    """A bias applies by positions within the sequence. It is larger than any sequence, and NaN beyond them."""
     device = hopper(checked=heads == 2)
     bias = hiding(normal(3, heads, 170, 184))
     bias[:, :, 161:], bias[:, :, :, 170:] = np.nan, np.nan
@@ -251,7 +251,7 @@ def test_padded_batches(hopper: MakeDevice, shape: tuple[int, ...], odd: bool) -
 def test_rows_of_a_group_in_one_tile(
     hopper: MakeDevice, group: int, shared: bool, odd: bool
 ) -> None:
-    """A bias of each head of a tile, or one for all of them; consumers that do not see what others see."""
+    """A bias per head, or one for all heads of a tile, is right; some consumers see keys that others do not."""
     device = hopper(seed=group)
     for n, mask in enumerate(MASKS):
         bias = normal(2, 2 if shared else 2 * group, 70, 88)
@@ -265,7 +265,7 @@ def test_rows_of_a_group_in_one_tile(
 
 @pytest.mark.parametrize("odd", [False, True])
 def test_what_joins_a_bias(hopper: MakeDevice, odd: bool) -> None:
-    """Every other option of scores, and keys shared out among blocks."""
+    """A bias is right together with every other option of scores and with split keys."""
     device = hopper()
     bias = hiding(normal(1, 4, 136, 152))
     bias = shifted(bias) if odd else bias
@@ -286,7 +286,7 @@ def test_what_joins_a_bias(hopper: MakeDevice, odd: bool) -> None:
 
 @pytest.mark.parametrize("seed", exhaustive.thin(range(16), 5))
 def test_orders_of_arrival(hopper: MakeDevice, seed: int) -> None:
-    """One slot of the ring or two, copies that arrive and turns that are taken in many orders."""
+    """A bias is right with one slot or two in its ring, and with threads and copies in many orders."""
     whole = normal(1, 2, 200, 128)
     bias = shifted(whole) if seed % 2 else whole
     device = hopper(seed=seed)
@@ -298,7 +298,7 @@ def test_orders_of_arrival(hopper: MakeDevice, seed: int) -> None:
 
 @contextmanager
 def as_it_lies() -> Iterator[None]:
-    """Without copies of a bias that many scores share."""
+    """Turns off the aligned copy of a bias that many scores share."""
     with mock.patch.object(aligned_bias, "LEAST_SCORES_PER_ELEMENT", 1 << 20):
         yield
 
@@ -310,7 +310,7 @@ def stages(count: int) -> Iterator[None]:
 
 
 def test_too_little_shared_memory_leaves_it_to_the_lanes() -> None:
-    """As many slots as there is room for: two, one or none."""
+    """The config has as many bias slots as shared memory allows: two, one, or none, which leaves the bias to the lanes."""
     chosen = [
         config(Target(sm90_forward.ARCH, limit)).bias_stages for limit in (232448, 181248, 165000)
     ]

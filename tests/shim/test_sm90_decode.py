@@ -1,4 +1,4 @@
-"""sm90/decode.cu on the CPU machine: boxes of TMA in rings of waves, the swizzle, what no row may see."""
+"""sm90/decode.cu on the simulator: TMA boxes in rings of waves, the swizzle, keys that no row may see."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rows_of_heads(hopper: MakeDevice, heads: tuple[int, int], rows: int) ->
     verify_decode(hopper(), paged(LENS, 16, rows=rows, heads=heads), causal=True)
 
 
-# Blocks of 64 columns that are full, half full, and behind the last column.
+# Head dims for which blocks of 64 columns are full, half full, or behind the last column.
 @pytest.mark.parametrize(
     ("dims", "dtype"),
     exhaustive.thin(
@@ -78,7 +78,7 @@ def test_pages(hopper: MakeDevice, page_size: int, pair: bool) -> None:
 def test_one_sequence(
     hopper: MakeDevice, lens: int, heads: tuple[int, int], dim: int, page_size: int
 ) -> None:
-    """Its lanes ask for boxes before the block has met for anything else."""
+    """A call with one sequence, in which lanes issue TMA loads before the block's first barrier, is right."""
     call = paged((lens,), page_size, rows=1, heads=heads, dims=(dim, dim))
     for seed in (1, 2, 3):
         device = hopper(seed)
@@ -94,7 +94,7 @@ def test_one_sequence(
 def test_queries_anywhere(
     hopper: MakeDevice, lens: tuple[int, ...], heads: tuple[int, int], dim: int, gap: int
 ) -> None:
-    """Keys lie as TMA needs them, queries do not; of shipped tiles, some of three or six waves."""
+    """Queries at any alignment are right. Keys are aligned for TMA; among the shipped tiles are some of three and six waves."""
     call = paged(lens, 16, rows=1, heads=heads, dims=(dim, dim))
     wide = np.zeros((*call.q.shape[:-1], dim + gap), call.q.dtype)
     wide[..., :dim] = call.q
@@ -107,7 +107,7 @@ def test_queries_anywhere(
 @pytest.mark.parametrize("num_splits", exhaustive.thin([None, 2, 5, 256], 2))
 @each_decoded
 def test_options(hopper: MakeDevice, options: dict[str, Any], num_splits: int | None) -> None:
-    """In rows past the end of a page lie NaNs."""
+    """Options are right; rows of a page behind the sequence's last key hold NaN."""
     verify_decode(hopper(), paged((150, 33, 0), 16, rows=3), num_splits=num_splits, **options)
 
 
@@ -140,7 +140,7 @@ def test_parts_of_a_line(
     least: int,
     num_splits: int | None,
 ) -> None:
-    """Slots of a ring hold tiles, then what rows come to, then tiles."""
+    """Blocks that handle several parts are right: a ring's slots hold key tiles, then partial results, then tiles again."""
     monkeypatch.setattr(splits, "LEAST_PART_KEYS", least)
     for seed in (1, 2):
         verify_decode(hopper(seed), call, causal=True, num_splits=num_splits)
@@ -148,7 +148,7 @@ def test_parts_of_a_line(
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_keys_in_rows(hopper: MakeDevice, ragged: bool) -> None:
-    """Behind a sequence's last key lie those of the next one: its values are not to be read."""
+    """Keys in rows are right. Values behind a sequence's last key, which hold NaN, do not reach the output."""
     device = hopper()
     options: dict[str, Any] = {"causal": True}
     q, k, v = (normal(2, n, heads, 32, dtype=BFLOAT16) for n, heads in ((2, 6), (300, 3), (300, 3)))
@@ -175,7 +175,7 @@ def test_packed_keys(hopper: MakeDevice) -> None:
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
-    """The machine stops at an access outside of the arrays."""
+    """No page id leads to an access outside the arrays (the simulator would fault)."""
     call = paged((70, 9, 30), 16, pair=pair, rows=3, dims=(16, 16))
     bad = with_any_ids(finite(call))
     lengths = np.array([10_000, -3, 2**31 - 1], np.int32)
@@ -211,7 +211,7 @@ def test_shipped_tiles(hopper: MakeDevice) -> None:
         assert "rawattn_sm90_decode" in device.launched
 
 
-# Boxes of 128 columns that are full, half full, and behind the last column.
+# Head dims for which boxes of 128 columns are full, half full, or behind the last column.
 @pytest.mark.parametrize(
     ("dims", "dtype"),
     exhaustive.thin(

@@ -1,4 +1,4 @@
-"""Hopper's forward on pages of 8 bits, on the CPU machine: tiles that are converted, queries that become float16."""
+"""Hopper's forward on pages of 8-bit elements, on the simulator: converted key tiles, queries converted to float16."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OWN: dict[str, Any] = {"dims": (16, 16), "float8": "arrays"}
     exhaustive.thin(itertools.product((1, 8, 16, 20, 24, 64, 128, 1000), SHAPES), 7),
 )
 def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
-    """Rows that no sequence has hold NaN."""
+    """Results are right for every page size; rows of pages that no sequence has hold NaN."""
     pair = page_size % 16 == 0
     knobs = {**KNOBS, "integers": np.int64 if pair else np.int32, "heads_first": page_size == 64}
     for n, float8 in enumerate(SCALES):
@@ -51,7 +51,7 @@ def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
         verify_sm90(hopper(n), call, shape, on_device=n == 1, causal=n != 1)
 
 
-# Boxes of 128 columns that are full, half full and empty beyond some; blocks of 64 of which they become two or one.
+# Head dims for which boxes of 128 columns of 8 bits are full, half full or less, and become one or two blocks of 64 columns.
 @pytest.mark.parametrize(
     ("dims", "dtype"),
     exhaustive.thin(
@@ -109,7 +109,7 @@ def test_batches(hopper: MakeDevice) -> None:
     ids=str,
 )
 def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
-    """Items of a tile have queries of units of their own, and all of them the values' scale."""
+    """Split keys are right: each piece of a tile scales queries by a unit of its own, and all use the values' scale."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True, **_OWN)
     padded = paged((150, 9, 75), 8, rows=37, heads=(6, 2), dtype=F16, **_OWN)
     with sharing():
@@ -120,7 +120,7 @@ def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[
 
 
 def test_queries_beyond_float16(hopper: MakeDevice) -> None:
-    """Products are made in float16, whose range bfloat16 queries exceed. One that is infinite leaves other rows as they are."""
+    """bfloat16 queries beyond the range of float16, in which products are computed, are right; inf affects only its row."""
     call = paged((33, 20), 16, rows=30, heads=(4, 2), dims=(48, 48), float8="arrays")
     for power in (40, -40):
         sized = (call.q.astype(np.float32) * 2.0**power).astype(BFLOAT16)
@@ -140,7 +140,7 @@ def test_queries_beyond_float16(hopper: MakeDevice) -> None:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, F16], ids=str)
 def test_all_numbers_of_8_bits(hopper: MakeDevice, dtype: Any) -> None:
-    """Of one key the output is its value: each of them, but for NaN, which reaches the row that sees it."""
+    """With one key the output is its value, for each 8-bit number; NaN reaches only the row that sees it."""
     every = np.arange(256, dtype=np.uint8).view(FLOAT8)
     call = paged((1,), 8, rows=40, heads=(1, 1), dims=(256, 256), dtype=dtype, float8="plain")
     zeros, pool = np.zeros_like(call.k_pages), np.full_like(call.v_pages, np.nan)
@@ -160,7 +160,7 @@ def test_all_numbers_of_8_bits(hopper: MakeDevice, dtype: Any) -> None:
 
 
 def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:
-    """Whatever their entries say: the pages that are found instead hold NaN."""
+    """Block-table entries of pages that no row sees may hold anything: the pages that they lead to hold NaN."""
     call = paged((150, 75), 8, rows=2, dims=(32, 32), float8="arrays")
     table = call.block_table + 1
     table[0, 1:14] = -1  # the window of the first row begins at key 118
@@ -177,7 +177,7 @@ def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice) -> None:
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool) -> None:
-    """The machine stops at an access outside of the arrays."""
+    """No page id leads to an access outside the arrays (the simulator would fault)."""
     call = paged((70, 9, 30), 8, pair=pair, rows=3, **_OWN)
     bad = with_any_ids(call)
     lengths = np.array([10_000, -3, 2**31 - 1], np.int32)

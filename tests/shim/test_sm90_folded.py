@@ -1,4 +1,5 @@
-"""Heads that share keys as rows of Hopper's forward, on the CPU machine (rawattn/_kernels/sm90/folded.py)."""
+"""Folded calls, in which heads of a GQA group are rows of Hopper's forward, on the simulator
+(rawattn/_kernels/sm90/folded.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ F16 = np.dtype(np.float16)
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Steps]:
-    """The steps of folded calls, which are folded however few sequences there are."""
+    """Makes calls fold however few sequences they have; the list collects the steps of folded calls."""
     found: list[Steps] = []
     steps = folded.steps
 
@@ -74,7 +75,7 @@ def test_tiles_shared_out_by_keys(hopper: MakeDevice, made: list[Steps]) -> None
 
 
 def test_a_sequence_may_be_without_its_query(hopper: MakeDevice, made: list[Steps]) -> None:
-    """Then its row is padding, and no other kernel than decoding's knows that."""
+    """A call with a sequence that has no query is not folded: its row is padding, which only the decode kernels handle."""
     call = paged(LENS, 16, rows=(1, 0, 1, 1), room_q=1, heads=(40, 1), dims=(32, 16))
     with small_tiles():
         verify_kernel(hopper(), call, family="sm90", causal=True)

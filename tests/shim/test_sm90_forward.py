@@ -1,4 +1,4 @@
-"""sm90/forward.cu against the float64 reference: its copies, barriers and products on the CPU."""
+"""sm90/forward.cu on the simulator, with its TMA copies, mbarriers and wgmma, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_tiles_are_kept_where_some_are_longer() -> None:
 
 
 def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
-    """And those of the usual table where tiles fill them, though the last are shared out, and where nobody knows how many."""
+    """Fewer consumers are chosen if tiles leave SMs idle; the usual ones if tiles fill the SMs, perhaps by split keys, or if
+    the number of tiles is unknown."""
 
     def consumers(case: Case, multiprocessors: int = 132) -> int:
         call = call_of(case)
@@ -97,6 +98,6 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     packed = {"headdim": 128, "causal": True}
     assert consumers(ragged("lengths", (9, 2000), (9, 2000), **packed)) == 1
     assert consumers(ragged("many", (2000,) * 30, (2000,) * 30, **packed)) == 3
-    # Of a padded batch nobody knows how much is real: unless there are few tiles however much it is.
+    # How many rows of a padded batch are real is unknown. It has few tiles only if all its rows, real or not, make few.
     assert consumers(padded("rooms", (9, 2000), (9, 2000), 2000, 2000, **packed)) == 1
     assert consumers(padded("rooms", (2000,) * 30, (2000,) * 30, 2000, 2000, **packed)) == 3

@@ -1,4 +1,4 @@
-"""Masks of keys alone in Hopper's forward, which reads the bools as they come."""
+"""Masks with one row for all queries in Hopper's forward, which reads the bools without packing them first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.shim.device import MakeDevice
 from tests.shim.test_sm90_bias import BFLOAT16, arrays
 from tests.shim.whole import small_tiles, verify_forward
 
-# tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
+# (tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores)
 LATE = (16, 2, 2, 1, True, True, 232, False)
 LONE = (64, 1, 2, 1, False, True, 256, False)
 EARLY = (48, 3, 2, 1, False, False, 160, False)
@@ -24,7 +24,7 @@ KEYS = 230
 
 
 def kept(form: str, keys: int = KEYS) -> np.ndarray:
-    """Of two sequences."""
+    """A mask of two sequences that keeps keys in one of several patterns."""
     keep = np.zeros((2, 1, 1, keys), bool)
     match form:
         case "end":
@@ -57,14 +57,14 @@ FORMS = ("end", "begin", "holes", "one", "none and all")
     ("form", "rule"), exhaustive.thin(itertools.product(FORMS, RULES), 5), ids=str
 )
 def test_bools_as_they_come(hopper: MakeDevice, form: str, rule: str) -> None:
-    """One launch a call; what hidden keys and values hold, NaN, reaches nobody."""
+    """Each call is one launch, and NaN in hidden keys and values does not reach the output."""
     device = hopper()
     keep = kept(form)
     for n, shape in enumerate(SHAPES):
         q, k, v = arrays(BFLOAT16, 2, (150, KEYS), (4, 2))
         for array in (k, v):
             array[~keep[:, 0, 0]] = np.nan
-        # Sequences that begin anywhere.
+        # The masks of sequences begin at any alignment.
         wide = np.zeros((2, 1, 1, KEYS + n + 1), bool)
         mask = wide[..., n : n + KEYS]
         mask[...] = keep
@@ -95,7 +95,7 @@ def test_one_mask_for_all_sequences(hopper: MakeDevice) -> None:
 
 
 def test_heads_that_no_tile_divides(hopper: MakeDevice) -> None:
-    """Interleaved, whose rows have all the same mask."""
+    """A mask is right with GQA groups whose size does not divide a tile, which interleave heads."""
     device = hopper()
     q, k, v = arrays(BFLOAT16, 2, (9, KEYS), (6, 2))
     with small_tiles(sm90_forward=LONE):

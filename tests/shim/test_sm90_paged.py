@@ -1,4 +1,4 @@
-"""Hopper's forward on keys in pages, on the CPU machine: boxes of pages, what past the end becomes zeros, what is not read."""
+"""Hopper's forward on paged keys, on the simulator: TMA boxes of pages, zeros behind the last key, pages that are not read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LENS = (70, 3, 0, 129)
 KNOBS: dict[str, Any] = {"dims": (32, 16), "rows": 40}
 
 
-# A box of 8 or 16 rows, a page within a tile, a tile within a page, neither. Row by row where no box of 8 divides a page.
+# Page sizes for boxes of 8 or 16 rows, pages within a tile, tiles within a page, and neither. Pages that boxes of 8 rows do
+# not divide are copied row by row.
 @pytest.mark.parametrize(
     ("page_size", "shape"),
     exhaustive.thin(itertools.product((1, 3, 8, 16, 20, 24, 64, 128, 1000), SHAPES), 7),
@@ -39,7 +40,7 @@ def test_pages(hopper: MakeDevice, page_size: int, shape: Any) -> None:
     verify_sm90(hopper(2), call, shape, on_device=True)
 
 
-# Heads of a page side by side or one behind the other, one head, one page; blocks of columns, more of keys or of values.
+# Heads of a page interleaved or one after the other, one head, one page; more blocks of columns in keys, or in values.
 @pytest.mark.parametrize(
     ("page_size", "dims", "heads", "heads_first"),
     exhaustive.thin([
@@ -89,14 +90,14 @@ def test_masks(
     ("page_size", "name"), exhaustive.thin(itertools.product((8, 5), OPTIONS), 5)
 )
 def test_options_of_scores(hopper: MakeDevice, page_size: int, name: str) -> None:
-    """In rows past the end of a page lie NaNs."""
+    """Options of scores are right; rows of a page behind the sequence's last key hold NaN."""
     call = paged((150, 33, 0), page_size, rows=9, dims=(16, 16))
     verify_sm90(hopper(), call, on_device=True, **OPTIONS[name])
 
 
 @pytest.mark.parametrize(("page_size", "shape"), [(8, LATE), (16, WIDE), (3, LONE)], ids=str)
 def test_alibi_on_both_sides(hopper: MakeDevice, page_size: int, shape: tuple[Any, ...]) -> None:
-    """The sequence's end, behind which are NaNs, is in none of the last tiles that are met."""
+    """ALiBi on both sides of the diagonal is right, where the tile with the sequence's end, NaN behind it, is not the last."""
     call = paged((170, 3, 0, 129), page_size, **KNOBS)
     slopes = np.float32([0.5, -0.2, 0.01, 2])[: call.q.shape[-2]]
     verify_sm90(hopper(), call, shape, alibi_slopes=slopes)
@@ -119,7 +120,7 @@ def test_batches(hopper: MakeDevice, page_size: int) -> None:
     ids=str,
 )
 def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
-    """By what is found on the device: some sequences have fewer keys than their tiles have pieces."""
+    """Split keys are right with lengths on the device, also if a sequence has fewer key tiles than pieces."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True)
     padded = paged((150, 9, 75), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
     by_rows = paged((150, 9, 75), 1, rows=37, dims=(72, 24), heads=(6, 2))
@@ -132,7 +133,7 @@ def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[
 
 @pytest.mark.parametrize("page_size", [8, 3])
 def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice, page_size: int) -> None:
-    """Whatever their entries say: the pages that are found instead hold NaN."""
+    """Block-table entries of pages that no row sees may hold anything: the pages that they lead to hold NaN."""
     call = paged((150, 75), page_size, rows=2, dims=(32, 32))
     table = call.block_table + 1
     table[0, 1 : 118 // page_size] = -1  # the window of the first row begins at key 118
@@ -157,7 +158,7 @@ def test_pages_that_no_row_sees_are_not_read(hopper: MakeDevice, page_size: int)
 @pytest.mark.parametrize("page_size", [8, 3])
 @pytest.mark.parametrize("pair", [False, True])
 def test_no_integer_leads_outside(hopper: MakeDevice, pair: bool, page_size: int) -> None:
-    """The machine stops at an access outside of the arrays."""
+    """No page id leads to an access outside the arrays (the simulator would fault)."""
     call = paged((70, 9, 30), page_size, pair=pair, rows=3, dims=(16, 16))
     bad = with_any_ids(finite(call))
     lengths = np.array([10_000, -3, 2**31 - 1], np.int32)

@@ -1,4 +1,4 @@
-"""ALiBi and dropout in Hopper's forward: exponents that scores join late, random words drawn under the products."""
+"""ALiBi and dropout in Hopper's forward: ALiBi is added in the exponent, random bits are computed while products run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.shim.device import MakeDevice
 from tests.shim.test_sm90_bias import BFLOAT16, FLOAT16, arrays
 from tests.shim.whole import run_forward, small_tiles, verify_forward
 
-# tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores
+# (tile_k, consumers, stages, cluster, ping_pong, late_scaling, consumer_registers, tensor_stores)
 LATE = (16, 2, 2, 1, True, True, 232, False)
 LATE_LONE = (64, 1, 2, 1, False, True, 256, False)
 EARLY = (48, 3, 2, 1, False, False, 160, False)
@@ -51,7 +51,7 @@ def test_alibi(hopper: MakeDevice, name: str, mask: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_alibi_beside_a_score_function(hopper: MakeDevice, causal: bool) -> None:
-    """Which is no line there: slopes join finished scores."""
+    """ALiBi beside a score function is right: the kernel then adds the slopes' terms to each finished score."""
     device = hopper()
     slopes, mod = np.float32([0.5, 0.25]), ScoreMod("2 * score")
     given = arrays(BFLOAT16, 1, (70, 70), (2, 2))
@@ -61,7 +61,7 @@ def test_alibi_beside_a_score_function(hopper: MakeDevice, causal: bool) -> None
 
 
 def test_slopes_of_many_digits(hopper: MakeDevice) -> None:
-    """Of which products have all: keys of a large tile weigh alike, and a share of 2^-11 of a slope would be seen."""
+    """No digit of an ALiBi slope is lost: over the many keys of a large tile, a relative error of 2^-11 would show."""
     q, k, v = arrays(FLOAT16, 1, (260, 260), (2, 2))
     with small_tiles(sm90_forward=(128, 2, 2, 1, True, False, 232, False)):
         slopes = np.float32([3.3, -0.7])
@@ -73,7 +73,7 @@ def test_slopes_of_many_digits(hopper: MakeDevice) -> None:
 
 @pytest.mark.parametrize("lens", [(170, 70), (40, 230), (1, 100), (90, 1)], ids=str)
 def test_alibi_on_both_sides(hopper: MakeDevice, lens: tuple[int, int]) -> None:
-    """Keys from the diagonal on, downwards and then upwards, wherever the diagonal is."""
+    """ALiBi without a causal mask is right on both sides of the diagonal, wherever the diagonal is."""
     device = hopper()
     for name, slopes in SLOPES.items():
         given = arrays(BFLOAT16, 2, lens, (4, 2))

@@ -1,4 +1,4 @@
-"""Keys shared out among blocks, on the CPU machine: any number of pieces, of any tiles, in any order of arrival."""
+"""Split-KV on the simulator: any number of pieces, of any tiles, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (70, 3, 0, 129, 16)
 
 
-# Key tiles have 16 rows: 129 keys have 9.
+# Key tiles have 16 keys, so 129 keys make 9 tiles.
 @pytest.mark.parametrize("num_splits", [2, 3, 9, 256])
 @pytest.mark.parametrize("wave", [32, 64])
 def test_any_number(machine: MakeDevice, num_splits: int, wave: int) -> None:
@@ -39,7 +39,7 @@ def test_dtypes_and_widths(machine: MakeDevice, dtype: Any, headdim: int, rows: 
 
 @pytest.mark.parametrize(("name", "wave"), exhaustive.thin(itertools.product(OPTIONS, (32, 64)), 3))
 def test_options_of_scores(machine: MakeDevice, name: str, wave: int) -> None:
-    """A learned sink is in the sum once, and a draw of dropout is that of the key's position."""
+    """Options of scores are right: a learned sink counts once, and dropout depends on the key's position, not on the piece."""
     verify_kernel(machine(wave), paged((150, 33, 0), 5, rows=9), num_splits=4, **OPTIONS[name])
 
 
@@ -47,7 +47,7 @@ def test_options_of_scores(machine: MakeDevice, name: str, wave: int) -> None:
     "mask", [{"window": (12, 0)}, {"window": (40, 3), "sink": 8}, {"causal": True, "align": "top-left"}], ids=str
 )  # fmt: skip
 def test_masks(machine: MakeDevice, mask: dict[str, Any]) -> None:
-    """Pieces of what is met: few keys of many, and for some rows none."""
+    """Split keys are right under masks that leave few keys of many to split, and some rows no key in a piece."""
     verify_kernel(machine(), paged((150, 33, 5), 7, rows=37), num_splits=3, **mask)
 
 
@@ -58,7 +58,7 @@ def test_group_mode(machine: MakeDevice, on_device: bool) -> None:
 
 
 def test_the_same_bits(machine: MakeDevice) -> None:
-    """Whoever arrives last, and again in the memory that the last call has left."""
+    """Results are the same bits whichever block arrives last, also in a second call with the same counters."""
     call = paged(LENS, 8, rows=20)
     results = []
     for wave in (32, 32):
@@ -72,7 +72,7 @@ def test_the_same_bits(machine: MakeDevice) -> None:
 
 @pytest.mark.parametrize("num_splits", [None, 1, 2])
 def test_rows_side_by_side(machine: MakeDevice, num_splits: int | None) -> None:
-    """Keys that lie in rows. Two query tiles leave one of the CPU machine's three multiprocessors idle."""
+    """Keys that are not paged are split as well: two query tiles leave one of the simulated GPU's three SMs idle."""
     q, k, v = (normal(1, n, heads, 16) for n, heads in ((3, 2), (2100, 1), (2100, 1)))
     device = machine()
     with small_tiles():

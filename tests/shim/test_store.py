@@ -1,4 +1,4 @@
-"""What g++ made is found again by what it was made of, and by nothing else."""
+"""A compiled file is found again if and only if all its inputs are the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def headers(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Every unit that g++ compiled."""
+    """The g++ commands that compiled a unit."""
     runs: list[list[str]] = []
     run = subprocess.run
 
@@ -46,7 +46,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def made(tmp_path: Path, headers: Path, text: str = TEXT, **knobs: Any) -> Path:
-    """By a process that knows nothing of those before it."""
+    """Compiles with a new Store, as another process would."""
     knobs = {"suffix": ".o", "options": OPTIONS, **knobs}
     return Store(tmp_path / "store", [headers]).compile(text, summary="two", **knobs)
 
@@ -107,11 +107,11 @@ def test_least_recently_used_goes_first(tmp_path: Path, headers: Path) -> None:
     size = paths[0].stat().st_size
     for n, path in enumerate(paths):
         os.utime(path, (0, time.time() - 10_000 + n))
-    made(tmp_path, headers, TEXT)  # the oldest is used again
+    made(tmp_path, headers, TEXT)  # uses the oldest again
     kept.prune(2 * size)
     assert [path.is_file() for path in paths] == [True, False, False, True]
     os.utime(paths[3])
-    kept.prune(0)  # what may be in use stays
+    kept.prune(0)  # files that may be in use stay
     assert [path.is_file() for path in paths] == [True, False, False, True]
 
 

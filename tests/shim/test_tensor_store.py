@@ -1,4 +1,4 @@
-"""Boxes that TMA stores: what arrives, what is left alone, and that no mistake passes."""
+"""TMA stores in the simulator: elements inside the tensor are written, others are not, and each mistake is found."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.shim.warp_group import BYTES, SEEDS, check_found, finds_mistakes, fin
 from tests.shim.warp_group import probe as probe_one
 from tests.shim.warp_group import run as run_one
 
-# 16 rows of 64 columns, of which a warp writes all: number 64 row + column at a row and column. In the box, eight rows are
-# 1024 bytes, and the pieces of 16 bytes in a row are exchanged by the row's number.
+# One warp writes a box of 16 rows and 64 columns, with the number 64 row + column in each element. Eight rows of the box are
+# 1024 bytes; the index of a 16-byte piece in a row is XORed with the row's number modulo 8.
 WRITE = """
   const auto write = [&](int first) {
     for (int d = 0; d < 4; d++) {
@@ -61,7 +61,8 @@ def test_what_is_inside_is_stored(column: int, row: int, builder: Builder) -> No
 
 
 def test_a_sequence_ends_where_its_box_is_clipped(builder: Builder) -> None:
-    """The maps of ragged batches: the first row axis ends with the sequence, the second one brings it to its rows."""
+    """A map of a ragged batch clips a box at the sequence's end: its first row axis ends there, the second one adds the
+    sequence's offset."""
     body = (
         f"{READY} if (lane == 0) {{ ptx::store_tensor_5d(&map, s.a, 0, 59, 0, 30, 0); finish(); }}"
     )
@@ -72,7 +73,7 @@ def test_a_sequence_ends_where_its_box_is_clipped(builder: Builder) -> None:
         "origin": -64 * row,
     }
     y = run(probe(builder, body), **shape)
-    # Rows 59 to 63 of the first axis and 30 of the second.
+    # Box rows 59 to 63 on the first axis, at 30 on the second.
     np.testing.assert_array_equal(y[25:30, :64], np.arange(320).reshape(5, 64))
     y[25:30, :64] = -1
     np.testing.assert_array_equal(y, -1.0)
@@ -96,7 +97,7 @@ def test_a_store_after_another(builder: Builder) -> None:
         np.testing.assert_array_equal(y[16:32, :64], (first + 1000).astype(np.float16))
 
 
-# What fails whatever the order of turns.
+# Mistakes that fail in every order of execution.
 MISTAKES = {
     "no fence": (
         "write(0); target::wave_sync(); if (lane == 0) { store(0, 0); finish(); }",
@@ -145,7 +146,7 @@ def test_a_box_wholly_outside(corner: tuple[int, int], builder: Builder) -> None
     )
 
 
-# What some order brings to light, and the only ways in which it may.
+# Races that show in some orders of execution, with the only messages that they may have.
 RACES = {
     "written before it was read": (
         f"{READY} if (lane == 0) {{ store(0, 0); ptx::commit_stores(); }} target::wave_sync(); write(7);"

@@ -1,4 +1,4 @@
-"""Hopper's part of the machine: copies, barriers and products do what the PTX manual says."""
+"""The simulator's Hopper features: TMA copies, barriers and wgmma do what the PTX ISA says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_accumulators_are_nan_until_the_wait(builder: Builder) -> None:
 
 
 def test_a_copy_arrives_at_the_barrier(builder: Builder) -> None:
-    """Before that its destination is NaN, or there already: which, the order decides."""
+    """A copy has arrived once the mbarrier's phase completes. Before that its destination is NaN in some orders only."""
     body = f"""
       const float16* const half = reinterpret_cast<const float16*>(s.a);
       if (thread == 0) load(s.a, {BYTES});
@@ -56,7 +56,7 @@ def test_a_copy_arrives_at_the_barrier(builder: Builder) -> None:
     exhaustive.thin(zip([(0, 0), (0, -5), (0, 50), (-8, 3), (24, -64), (64, 0), (0, 70)]), 3),
 )
 def test_boxes_are_clipped_and_swizzled(corner: tuple[int, int], builder: Builder) -> None:
-    """The array ends where memory faults, so that nothing clipped may have been read."""
+    """Boxes are clipped to the array and swizzled. Memory faults behind the array, so clipped elements are not read."""
     rows, columns = 70, 40
     body = f"""
       if (thread == 0) {{
@@ -69,12 +69,12 @@ def test_boxes_are_clipped_and_swizzled(corner: tuple[int, int], builder: Builde
       }}
     """
     x = np.arange(1, 1 + rows * columns).reshape(rows, columns).astype(np.float16)
-    # Inside of zeros, as if there were no end.
+    # The array surrounded by zeros, from which the expected box is cut.
     plane = np.zeros((64 + rows + 80, 8 + columns + 100), np.float16)
     plane[64 : 64 + rows, 8 : 8 + columns] = x
     left, top = 8 + corner[0], 64 + corner[1]
     box = plane[top : top + 64, left : left + 64]
-    # Eight elements stay together; which eight of a row is decided with the row's number.
+    # Pieces of eight elements stay whole; their index in the row is XORed with the row's number modulo 8.
     pieces = np.arange(8) ^ (np.arange(64)[:, None] % 8)
     expected = np.take_along_axis(box.reshape(64, 8, 8), pieces[:, :, None], axis=1)
     y = run(probe(builder, body), x=x)
@@ -82,7 +82,7 @@ def test_boxes_are_clipped_and_swizzled(corner: tuple[int, int], builder: Builde
 
 
 def test_five_axes(builder: Builder) -> None:
-    """Heads, a second row axis and a batch, from before the array's start."""
+    """Maps with axes for heads, a second row axis and a batch, and an origin before the array's start, are right."""
     body = f"""
       if (thread == 0) {{
         ptx::mbarrier_arrive_expect(&s.full, {BYTES});
@@ -104,12 +104,12 @@ def test_five_axes(builder: Builder) -> None:
     y = run(probe(builder, body), x=x, **shape)
     # Row 61 of the first axis and 30 of the second: rows 27, 28 and 29, then the axis ends.
     of_row = 3 * (40 + np.arange(27, 30)) + 1
-    # The first eight of row r lie at piece r % 8.
+    # The first eight elements of row r are at piece r % 8.
     np.testing.assert_array_equal(y[:3], of_row)
     np.testing.assert_array_equal(y[3:64], 0.0)
 
 
-# How a product finds A and B of `ss`, and B of `rs`: as the forward's products, and each of them otherwise.
+# Majors of (A of `ss`, B of `ss`, B of `rs`): those of the forward's products first, then others.
 MAJORS = (("K", "K", "MN"), ("MN", "MN", "K"), ("K", "MN", "MN"), ("MN", "K", "K"))
 
 
@@ -125,7 +125,7 @@ MAJORS = (("K", "K", "MN"), ("MN", "MN", "K"), ("K", "MN", "MN"), ("MN", "K", "K
     ),
 )
 def test_product(dtype: str, majors: tuple[str, str, str], columns: int, builder: Builder) -> None:
-    """A B with both in shared memory, then + A V with A in registers, as PTX lays them out."""
+    """Products are right with A in shared memory and then, added, with A in registers, in the layouts of the PTX ISA."""
     depth, blocks = 32, -(-columns // 64)
     a_major, b_major, v_major = (f"ptx::Major::{major}" for major in majors)
     text = f"""\
@@ -218,8 +218,8 @@ KERNEL LAUNCH_BOUNDS(128, 1) void product(PARAMETER Params p) {{
 
 @pytest.mark.parametrize("columns", [16, 80])
 def test_product_of_tf32(columns: int, builder: Builder) -> None:
-    """Both halves of the depth are the same bytes, of which 13 bits of a number do not count."""
-    # An operand at the end of shared memory is refused: memcheck takes each for twice its bytes.
+    """tf32 products are right where both halves of the depth are the same bytes; the 13 lowest bits of a number are ignored."""
+    # The simulator refuses an operand at the end of shared memory, since memcheck takes each to have twice its bytes.
     shared_bytes = 64 * 16 + max(2 * columns, 64) * 16
     text = f"""\
 #include "ptx/ptx.cuh"

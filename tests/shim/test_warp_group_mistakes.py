@@ -1,4 +1,4 @@
-"""Hopper's part of the machine lets no mistake pass."""
+"""The simulator finds each mistake in the use of Hopper's features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.shim.warp_group import (
     run,
 )
 
-# What fails whatever the order of turns.
+# Mistakes that fail in every order of execution.
 MISTAKES = {
     "arrival missing": (
         PIPELINE % (WAIT + "multiply(c); ptx::wgmma_wait<0>(); if (warp != 6) release();"),
@@ -186,7 +186,7 @@ test_mistakes_are_found = finds_mistakes(MISTAKES, probe, run)
 
 @pytest.mark.parametrize("corner", [(0, 64), (0, -64), (64, 0)])
 def test_a_box_wholly_outside(corner: tuple[int, int], builder: Builder) -> None:
-    """Zeros arrive, but the map's origin is touched: maps of ragged batches begin before their array."""
+    """A box wholly outside the tensor gives zeros, but a fault if the map begins before its array: a GPU touches its origin."""
     body = f"""
       if (thread == 0) {{
         ptx::mbarrier_arrive_expect(&s.full, {BYTES});
@@ -200,7 +200,7 @@ def test_a_box_wholly_outside(corner: tuple[int, int], builder: Builder) -> None
         run(kernel, origin=-128)
 
 
-# What some order brings to light, and the only ways in which it may.
+# Races that show in some orders of execution, with the only messages that they may have.
 RACES = {
     "released before the wait": (
         PIPELINE % (WAIT + "multiply(c); release(); ptx::wgmma_wait<0>();"),
