@@ -1,4 +1,4 @@
-"""Fails unless a wheel is small, holds the package, all device text, and nothing else, and tells an index page enough."""
+"""Fails unless a wheel is small, holds the package, all kernel sources and nothing else, and has links for an index page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ URLS = ("Homepage", "Source", "Issues", "Changelog")
 
 
 def main(path: Path) -> str | None:
-    """None, or what is wrong."""
+    """Returns None, or a message that says what is wrong with the wheel."""
     expected = set(FILES.values())
     for folder, place in PLACES.items():
         files = (x.relative_to(ROOT / folder) for x in (ROOT / folder).rglob("*") if x.is_file())
