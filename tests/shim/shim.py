@@ -43,7 +43,7 @@ class Build:
     source: Source
     wave: int = 32
     checked: bool = False
-    fibers: str = "own"  # the stack switch: "own" (in assembly, on x86-64) or "ucontext" (as on other CPUs)
+    fibers: str = "own"  # how stacks are switched: "own" (assembly for x86-64) or "ucontext"
 
 
 class Builder:

@@ -54,7 +54,7 @@ def carried(case: Case, builder: Builder, wave: int, which: str) -> None:
         if name in which:
             for what, integers in (("start", each.start), ("length", each.length)):
                 if integers is not None:
-                    side[what]["data"] = 8 * sum(x.size for x in words) // 2  # words from `to`
+                    side[what]["data"] = 8 * sum(x.size for x in words) // 2  # bytes from `to`
                     raw = np.frombuffer(integers.tobytes(), np.uint32)
                     words.append(np.append(raw, np.zeros(raw.size % 2, np.uint32)))
                     fields.append(side[what])
