@@ -251,7 +251,7 @@ def _numbers() -> list[Case]:
         # In rows past the last one, which the last tile still computes, probabilities would overflow.
         dense("alibi-negative", 1, 70, 1000, alibi_slopes="negative", causal=True),
         ragged("alibi-negative-packed", *_LENS, **_TWO, alibi_slopes="negative", causal=True),
-        # The backward starts its score accumulators from slope / scale.
+        # The backward's score accumulators start from multiples of slope / scale, with a tiny scale in place of 0.
         dense("alibi-scale-0", 1, 90, 300, alibi_slopes="heads", scale=0.0, causal=True),
         dense("alibi-negative-scale", 1, 90, 300, alibi_slopes="heads", scale=-0.3, causal=True),
         # Masks that depend on the key only, which Hopper's forward reads as they are.

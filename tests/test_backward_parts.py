@@ -110,7 +110,7 @@ def test_many_key_tiles_of_ragged_batches_are_not() -> None:
     assert count(ragged((2, 1), [4096, *[64] * 200], [4096, *[64] * 200])) == 1
     assert count(ragged((16, 16), [2048] * 8, [2048] * 8)) == 1
     assert count(ragged((2, 1), [4096] * 32, [4096] * 32, packed=False)) == 1
-    # The tiles are small, so there is too little work to share.
+    # Short sequences take small tiles: there are few steps, and these are short.
     assert count(ragged((1, 1), [500] * 4, [500] * 4)) == 1
     # The sums over blocks cover the rows of padding too, so a large padded array is not shared.
     assert count(ragged((8, 8), [16384], [77], packed=False)) > 4
@@ -157,7 +157,7 @@ def test_sink_tokens_of_as_many_keys_as_there_may_be() -> None:
 
 
 def test_few_key_tiles_beside_a_window() -> None:
-    """With a window, a key tile has only as many steps as the window has queries."""
+    """With a window, a key tile has steps only for the query tiles that see it."""
     assert count(dense(1, (8, 1), (4096, 4096), causal=True, window=(127, 0))) <= 4
     assert count(dense(1, (8, 1), (4096, 4096), causal=True)) > 4
 

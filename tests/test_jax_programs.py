@@ -56,7 +56,7 @@ def test_the_program_calls_the_handler_and_nothing_on_the_host() -> None:
 
 
 def test_gradients_do_not_depend_on_which_others_were_taken() -> None:
-    """A gradient is the same whichever others are taken, in successive calls and in two layers of one program."""
+    """The gradients of a call do not depend on which ones an earlier call, or another layer of the program, has taken."""
     q, k, v = arrays(2, 5, 4, 16)
     options = jnp.ones((4, 5, 5)), jnp.zeros(4)
 
@@ -208,8 +208,8 @@ with pytest.raises(TypeError, match=r"^k: .*pass jax.device_put.k, device.*jax.s
 
 @pytest.mark.exhaustive
 def test_gradients_are_sharded_as_what_they_are_of() -> None:
-    """Gradients have the sharding of their inputs, on an explicit mesh, where it is part of the
-    type, and where XLA chooses it."""
+    """Gradients of sharded inputs are right, also where XLA chooses shardings. On an explicit mesh, where a sharding is part of
+    a type, they have the types of their inputs."""
     code = """
 import jax, jax.numpy as jnp, numpy as np, rawattn.jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

@@ -80,7 +80,7 @@ def test_mixed_dtypes_refused(name: str) -> None:
         describe(**given)
 
 
-# Each row: id, options, error, message.
+# Each row: test id, options, error, pattern of the message.
 BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("seqs-list", {"seqs": [0, 5]}, TypeError, r"seqs: got list, expected a SeqLayout"),
     ("causal-int", {"causal": 1}, TypeError, r"causal: got 1 \(int\), expected a bool"),

@@ -28,8 +28,8 @@ from tests import exhaustive
 
 
 def usual_variants() -> Iterator[compiler.Source]:
-    """All variants but those with dropout and a bias together, which no tile table is for: they need more registers than there
-    are."""
+    """All variants of Hopper's forward but those with dropout and a bias together, which no tile table is for: they need more
+    registers than there are."""
     every = common_variants(sm90_forward.ARCH, every=True)
     own = (source for source in every if source.entry == sm90_forward_config.ENTRY)
     return (
@@ -38,7 +38,8 @@ def usual_variants() -> Iterator[compiler.Source]:
 
 
 def variants_of_scores() -> Iterator[compiler.Source]:
-    """Variants of the tile tables for options of scores, for few tiles and for pages: each row in calls that choose it."""
+    """Variants of the tile tables for windows, masks of keys, options of scores, few tiles and pages: each row in calls that
+    its table is for."""
     lengths = {"ragged": True, "group": True}
     limited = {"window_left": 50, **lengths}
     slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
@@ -109,7 +110,7 @@ def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
             )
         target = without_device(sm90_forward.ARCH)
         config = sm90_forward.choose(problem, target, operands)
-    # TMA fetches a bias only if its elements have 16 bits.
+    # Shared memory has slots only for a bias whose elements have 16 bits.
     assert (config.bias_stages > 0) == (problem.bias is not None and size == 2)
     return config.source()
 
@@ -129,9 +130,9 @@ CALL: dict[str, Any] = {
     **{"rows_q": 128, "rows_k": 128, "max_seqlen_q": 128, "max_seqlen_k": 128, "ragged": False},
     **{"window_left": None, "window_right": 0, "sink": 0, "top_left": False, "scale": 1.0},
 }
-# The most bytes that a thread may spill. The producer may spill: it has few registers, and it finds the next tile while the
-# consumers work on another. With a mask of keys it learns later where a tile ends, and may spill more. That consumers do not
-# spill is checked in the disassembly.
+# The most bytes of spills. The producer may spill: it has few registers, and it finds the next query tile while the consumers
+# work on another. With a mask of keys it may spill more: there it may learn how many key tiles to load only after it has loaded
+# the first one. That consumers do not spill is checked in the disassembly.
 PRODUCER_SPILLS, MASKED_PRODUCER_SPILLS = 128, 256
 USUAL = [source for source in usual_variants() if not SCORED.intersection(source.summary.split())]
 VARIANTS = list(dict.fromkeys((*usual_variants(), *variants_of_scores())))
@@ -139,7 +140,7 @@ OTHERS = [source for source in VARIANTS if source not in USUAL]
 
 
 def words(source: compiler.Source) -> Iterable[Hashable]:
-    """The words of the summary that have no number."""
+    """The words of the summary behind the tile shape, but for those that have a value."""
     _, _, constants = source.summary.partition(" D=")
     return (word for word in constants.split()[2:] if "=" not in word)
 
@@ -160,8 +161,8 @@ each_variant = pytest.mark.parametrize(
 
 @each_variant
 def test_machine_code(source: compiler.Source) -> None:
-    """The machine code spills little and serialises no wgmma. The exponentials of a tile are in one stretch behind the wait for
-    P V, which reads the registers that they are converted into."""
+    """The machine code spills little and serialises no wgmma. The exponentials of a tile, but for a few, are in one stretch
+    behind the wait for P V, which reads the registers that they are converted into."""
     cubin = compiler.compile_source(source, sm90_forward.ARCH)
     masked = "key_mask" in source.summary.split()
     assert cubin.meta["spills"] <= (MASKED_PRODUCER_SPILLS if masked else PRODUCER_SPILLS)
@@ -170,8 +171,8 @@ def test_machine_code(source: compiler.Source) -> None:
     if tool is None:
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
     tile_k = int(re.search(r"kTileK = (\d+)", source.text)[1])  # type: ignore[index]
-    # How many exponentials may come before the wait for P V. With a bias exponents are multiplied once more, and dropout
-    # generates random bits: the compiler overlaps that work with the first exponentials.
+    # How many exponentials may come before the wait for P V. They are more where there is more work beside the first ones: with
+    # a bias, exponents are multiplied once more, and dropout generates random bits.
     words = source.summary.split()
     early = tile_k // 6 if "dropout" in words else tile_k // 8 if "bias" in words else 4
     assert gate.schedule_fault(cubin.image, tile_k, tool, early) == ""

@@ -93,7 +93,8 @@ def test_what_differs_from_head_to_head_is_not_interleaved(options: dict[str, An
     ids=str,
 )
 def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None:
-    """Q K^T includes what ALiBi adds along the keys if scores are otherwise scaled products alone, and if that is faster."""
+    """Q K^T includes what ALiBi adds along the keys if only a positive scale, not too small, comes between the two, and if that
+    is faster."""
     problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
     problem = replace(problem, rows_k=500, max_seqlen_k=500, window_right=0, headdim=64)
     problem = replace(problem, alibi_slopes=ArrayForm("float32", (4,), (4,)))
@@ -102,7 +103,8 @@ def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None
     )
     config = sm90_forward.choose(replace(problem, **options), H200, operands)
     assert config.ramp == ramp
-    # If rows see keys on both sides, ALiBi's addends have no bound per row, so they must be added before the running max.
+    # Late scaling compares scores without addends, so it needs a bound of each row's addends. Without a ramp there is none for
+    # ALiBi on both sides of the diagonal, which must be added before the running max.
     assert not config.late_scaling or ramp or config.one_sided or not config.alibi
 
 
@@ -124,7 +126,7 @@ def test_what_alibi_adds_along_keys(ramp: bool, options: dict[str, Any]) -> None
     ids=str,
 )
 def test_masks_of_keys(as_it_comes: bool, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    """The forward itself reads a mask of few keys that all rows share, and takes the tiles of a call without a mask."""
+    """The forward itself reads a mask of few keys that all rows and heads share, with the tiles of a call without a mask."""
     problem = replace(CALL_OF_MANY, batch=2, nheads_q=4, nheads_kv=4, rows_q=500, max_seqlen_q=500)
     problem = replace(replace(problem, rows_k=500, max_seqlen_k=500), **options)
     masked = replace(problem, mask=ArrayForm("bool", shape, shape))

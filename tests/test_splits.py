@@ -109,7 +109,8 @@ def test_memory_is_that_of_all_pieces() -> None:
 
 @pytest.mark.parametrize("family", [forward, decode])
 def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> None:
-    """The error names num_splits and the bytes that it would take. A given number of pieces is never reduced."""
+    """The error names num_splits and the bytes that it would take. A given number of pieces is not reduced
+    to fit in memory."""
     rows = 1 if family is decode else 8192
     q, k = Like(64, rows, 8, 128), Like(64, 1 << 17, 8, 128)
     shapes = {"q": q.shape, "out": q.shape, "k": k.shape, "v": k.shape}
@@ -145,10 +146,10 @@ def line_of(batch: int, keys: int, heads: int, **options: Any) -> splits.Line:
         (16, 64, 1, 16),  # a part for each sequence, though it has few keys
         (1, 4096, 8, 16),
         (1, 1 << 20, 1, 131),
-        (1, 384, 8, 1),  # to merge three parts would take longer than their units of keys
+        (1, 384, 8, 1),  # to merge three parts would take longer than they save
         (1, 1000, 8, 8),
         (1, 2500, 1, 20),
-        (3, 1000, 8, 12),  # with 15 some parts would have a unit less, and all need a merge
+        (3, 1000, 8, 12),  # with 15 the longest would still have two units, and more are merged
         (12, 1500, 8, 12),  # with four more, parts would end within sequences
         (12, 20000, 8, 16),
         (25, 100, 8, 16),  # one unit a sequence: no part ends within one

@@ -1,4 +1,4 @@
-"""Tensors that a call writes: torch counts the write as a new version, so autograd notices that a tensor has changed."""
+"""Tensors that a call writes: torch counts each write, so autograd notices it; those that require a gradient are refused."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_queries_that_are_padding_on_the_right(name: str) -> None:
 def test_generates_as_with_torchs_own(
     name: str, side: str | None, cache: str, calls: list[Any]
 ) -> None:
-    """Models generate as with torch's own attention, also past a sliding window: 17 tokens and 12 more, with a window of 7."""
+    """Models generate as with torch's own attention: 12 tokens after 17, which is past mistral's sliding window of 7."""
     got = generated(model_of(name, "rawattn"), padding(side), cache)
     assert len(calls) == 2 * 12
     assert torch.equal(got, generated(model_of(name, "sdpa"), padding(side), cache))

@@ -51,7 +51,7 @@ def test_on_stream_of_torch(torch: Any, stream: Any) -> None:
             block = cupy.empty(1 << 20, np.uint8)
             assert torch.cuda.memory_allocated() - theirs >= 1 << 20
             assert cupy.get_default_memory_pool().used_bytes() == ours
-            with cupy.cuda.Stream(non_blocking=True):  # CuPy keeps its own memory here
+            with cupy.cuda.Stream(non_blocking=True):  # on other streams CuPy uses its own memory
                 other = cupy.empty(1 << 20, np.uint8)
             assert cupy.get_default_memory_pool().used_bytes() - ours >= 1 << 20
             with on_stream_of(tensor, "torch") as again:

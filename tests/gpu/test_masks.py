@@ -1,4 +1,4 @@
-"""Masks made on a GPU: calls of every family of kernels with them match the reference."""
+"""Masks on a GPU: made there they equal those of the host, and calls of every family of kernels match the reference."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_what_nobody_sees_may_be_anything(family: str) -> None:
 def test_few_rows_on_many_keys(
     family: str | None, rows: int, heads: tuple[int, int], headdim: int
 ) -> None:
-    """Few rows whose keys are split among blocks are right. No row sees some key tiles and some keys of others: they may hold
-    anything."""
+    """Few rows whose keys are split among blocks are right. Whole key tiles, and some keys of
+    others, are hidden from all rows: they may hold anything."""
     keys = 5003
     shapes = ((2, rows, heads[0], headdim), *[(2, keys, heads[1], headdim)] * 2)
     q, k, v = (RNG.standard_normal(shape).astype(BFLOAT16) for shape in shapes)

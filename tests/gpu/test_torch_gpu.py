@@ -162,8 +162,8 @@ def test_compiled(mode: str) -> None:
 
 @pytest.mark.parametrize(("rows", "num_splits"), [(1, None), (1, 3), (700, None), (40, 4)])
 def test_compiled_with_counters(rows: int, num_splits: int | None) -> None:
-    """Compiled calls that split keys are right: their counters must stay outside the memory of the program's CUDA graph, which
-    keeps nothing between replays."""
+    """Compiled calls whose blocks use counters are right, where keys are split and where they are not. The counters outlive the
+    program, so they must lie outside its CUDA graph's memory, in which nothing may stay."""
 
     def model(q, k, v):
         return attention(q * 2, k, v, causal=True, num_splits=num_splits) + 1

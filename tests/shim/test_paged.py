@@ -28,7 +28,7 @@ WAVES = (32, 64)
 LENS = (70, 3, 0, 129)
 
 
-# Key tiles have 16 keys: page sizes below and above that.
+# Key tiles have 16 keys: smaller, equal and larger pages.
 @pytest.mark.parametrize(
     ("page_size", "pair"),
     exhaustive.thin(itertools.product((3, 1, 8, 16, 24, 64, 100, 1000), (False, True)), 5),
@@ -53,7 +53,7 @@ def test_rows_and_groups_of_heads(machine: MakeDevice, heads: tuple[int, int], d
 
 @pytest.mark.parametrize("headdim", exhaustive.thin([34, 1, 7, 36, 64], 5))
 def test_widths(machine: MakeDevice, headdim: int) -> None:
-    """Head dims whose rows in pages allow copies of 2, 2, 4, 8 and 16 bytes are right."""
+    """Head dims whose rows in pages allow copies of 4, 2, 2, 8 and 16 bytes are right."""
     for wave in WAVES:
         verify_kernel(machine(wave), paged((33, 20), 3, dims=(headdim, headdim), dtype=F16))
 
@@ -143,7 +143,7 @@ def test_lengths_on_the_device_are_cut(machine: MakeDevice, pair: bool, option: 
 
 
 def test_bounds_of_an_indptr_on_the_device(machine: MakeDevice) -> None:
-    """An indptr that is out of range or decreases leads to no access outside the page ids."""
+    """Bounds that leave the page ids, or that decrease, are clamped: a sequence has only pages that there are."""
     call = paged((40, 12), 6, pair=True, rows=2, spare=0)
     device = machine(checked=True)
     _, ids = call.block_table
