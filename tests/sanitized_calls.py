@@ -192,6 +192,21 @@ def score_steps() -> list[Step]:
         dense("bias-copied", 3, 70, 91, **sizes, bias=Pairs(batch=False, heads="one")),
         dense("bias-by-rows", 1, 140, 203, **{**sizes, "headdim": 128}, bias=Pairs(heads="kv")),
     ]
+    # In Hopper's forward: a mask of one bool for each key, and a ramp on one side of the diagonal or on both.
+    of_keys = Pairs(values="random", heads="one", rows=False)
+    for n, headdim in enumerate((64, 96, 128, 256)):
+        knobs = {**sizes, "headdim": headdim}
+        cases += [
+            dense("mask-of-keys", 3, 140, 201, **knobs, mask=of_keys, causal=n % 2 == 0),
+            dense("mask-of-keys-sinks", 2, 200, 333, **knobs, mask=of_keys, sink_logits="normal"),
+            dense("ramp", 2, 140, 201, **knobs, alibi_slopes="heads", causal=True),
+            dense("ramp-both-sides", 2, 300, 300, **knobs, alibi_slopes="batch"),
+            ragged("ramp-ragged", *lens, **knobs, alibi_slopes="heads", window=(60, 9)),
+        ]
+    cases += [
+        dense("mask-of-keys-window", 2, 140, 201, **sizes, mask=of_keys, window=(60, 9)),
+        dense("ramp-bias", 2, 140, 200, **sizes, alibi_slopes="heads", bias=Pairs(), causal=True),
+    ]
     # Only the portable kernels take float32.
     steps = [
         Step(case, around=partial(only, family))
