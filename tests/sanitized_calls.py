@@ -28,6 +28,7 @@ from tests.gpu.test_gather import test_few_rows as check_gathered_rows
 from tests.gpu.test_gather import test_gradients as check_gathered_gradients
 from tests.gpu.test_masks import blocky
 from tests.gpu.test_masks import test_few_rows_on_many_keys as check_few_rows
+from tests.gpu.test_masks import test_ranges_and_predicates as check_ranges_and_predicates
 from tests.paged import paged
 from tests.score_arrays import Pairs
 from tests.score_cases import EACH
@@ -93,7 +94,17 @@ def matrix() -> list[Step]:
         ragged("slots", (60, 90), (150, 1), **slots, lead=3, tail=40, **device, headdim=128),
         ragged("out", (60, 90), (150, 1), **slots, tail=40, give_out=True, layout="gaps"),
         ragged("many", (1,) * 300, (2,) * 300, **one),
+        dense("top-left", 1, 140, 201, **one, causal=True, align="top-left"),
     ]
+    # Few rows on many keys: by TMA, and by lanes where rows of keys begin at no multiples of 16 bytes.
+    few: dict[str, Any] = {"nheads_q": 8, "nheads_kv": 2}
+    for headdim in (128, 66):
+        knobs = {**few, "headdim": headdim}
+        cases += [
+            dense("few-window", 2, 3, 700, **knobs, window=(90, 0), sink=3),
+            dense("few-top-left", 1, 3, 700, **knobs, window=(0, 300), align="top-left"),
+            ragged("few-packed", (3, 0, 1), (700, 500, 40), **knobs, causal=True),
+        ]
     for headdim in (64, 96, 128, 192, 256):  # the largest GPU's own kernels
         cases.append(dense("causal", 1, 200, 300, **one, headdim=headdim, causal=True))
         cases.append(
@@ -113,6 +124,8 @@ def matrix() -> list[Step]:
         # Hopper's tiles for long sequences.
         cases.append(dense("long", 1, 70, LONG_SEQLEN + 9, **one, headdim=headdim, causal=True))
     steps += [Step(case) for case in cases]
+    top_left = dense("top-left", 1, 140, 201, **one, window=(60, 4), align="top-left")
+    steps.append(Step(top_left, around=partial(only, "portable")))
     steps += [Step(case, around=aligning) for case in unaligned()]
     for headdim in (128, 192, 256):
         knobs = {"headdim": headdim, "nheads_kv": 1}
@@ -152,6 +165,8 @@ def matrix() -> list[Step]:
     steps.append(Step(ragged("ragged-parts", *lens, **one, headdim=64), backward=True))
     masked = dense("mask-parts", 1, 2000, 200, **one, headdim=64, mask=Pairs(values="random"))
     steps.append(Step(masked, backward=True))
+    sinks = dense("sinks-parts", 1, 3000, 3000, **one, headdim=64, window=(60, 0), sink=4)
+    steps.append(Step(sinks, backward=True))
     # These are split along keys without being forced to: with one consumer warpgroup, which merges two items at a time.
     for headdim in (64, 128, 256):
         steps.append(Step(dense("few", 1, 40, 1500, **knobs, headdim=headdim)))
@@ -206,6 +221,12 @@ def score_steps() -> list[Step]:
     cases += [
         dense("mask-of-keys-window", 2, 140, 201, **sizes, mask=of_keys, window=(60, 9)),
         dense("ramp-bias", 2, 140, 200, **sizes, alibi_slopes="heads", bias=Pairs(), causal=True),
+        dense("line", 2, 201, 201, **sizes, score_mod="slopes", causal=True),
+        dense(
+            "line-d128", 2, 201, 201, **{**sizes, "headdim": 128}, score_mod="slopes", causal=True
+        ),
+        dense("bias-of-rows", 2, 140, 201, **sizes, bias=Pairs(keys=False)),
+        dense("bias-pairs", 2, 140, 202, **sizes, bias=Pairs(heads="kv")),
     ]
     # Only the portable kernels take float32.
     steps = [
@@ -235,6 +256,10 @@ def split_steps(everything: dict[str, Any]) -> list[Step]:
         ragged("split-everything", *lens, **sizes, **everything, num_splits=3),
     ]
     cases += [replace(case, dtype="float32") for case in cases[:3]]
+    # TMA brings no keys of 66 columns: these are decoded by lanes' copies.
+    odd = {**sizes, "headdim": 66}
+    for option in ("softcap", "score_mod", "bias", "alibi_slopes", "sink_logits"):
+        cases.append(dense(f"few-{option}", 2, 3, 700, **odd, **EACH[option], causal=True))
     return [
         Step(case, around=partial(only, family))
         for case in cases
@@ -277,6 +302,8 @@ def page_calls() -> list[Callable[[], None]]:
             causal=True,
         ),
         partial(check_pages, paged(lens, 20, rows=90, dims=(64, 72)), "sm90", **masks),
+        partial(check_pages, paged(lens, 32, rows=90, dims=(128, 128)), "sm90", causal=True),
+        partial(check_pages, paged(lens, 256, rows=90, dims=(64, 64)), "sm90", **masks),
         partial(check_pages, paged(lens, 7, rows=90, float8="arrays"), "sm90", num_splits=1),
         partial(
             check_pages, paged(lens, 24, rows=90, dims=(64, 72)), "sm90", **masks, num_splits=1
@@ -335,7 +362,7 @@ def gathered_calls() -> list[Callable[[], None]]:
 
 
 def decoded_calls() -> list[Callable[[], None]]:
-    """Few query rows with score options, and short sequences that each are a part of their own."""
+    """Few query rows with score options, short sequences that each are a part of their own, and masks of ranges."""
     names = ("bias", "alibi", "line", "text", "together", "bias-32", "bias-of-keys")
     return [
         *(
@@ -344,6 +371,7 @@ def decoded_calls() -> list[Callable[[], None]]:
         ),
         partial(check_short_sequences, (300, 20, 0, 255, 31), (8, 8)),
         partial(check_short_sequences, (90,), (35, 7)),
+        partial(check_ranges_and_predicates),
     ]
 
 
