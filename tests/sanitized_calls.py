@@ -126,6 +126,8 @@ def matrix() -> list[Step]:
     steps += [Step(case) for case in cases]
     top_left = dense("top-left", 1, 140, 201, **one, window=(60, 4), align="top-left")
     steps.append(Step(top_left, around=partial(only, "portable")))
+    negative = dense("negative-scale", 1, 70, 90, **one, scale=-0.3)
+    steps.append(Step(negative, around=partial(only, "portable")))
     steps += [Step(case, around=aligning) for case in unaligned()]
     for headdim in (128, 192, 256):
         knobs = {"headdim": headdim, "nheads_kv": 1}
@@ -227,6 +229,27 @@ def score_steps() -> list[Step]:
         ),
         dense("bias-of-rows", 2, 140, 201, **sizes, bias=Pairs(keys=False)),
         dense("bias-pairs", 2, 140, 202, **sizes, bias=Pairs(heads="kv")),
+        dense(
+            "bias-top-left",
+            2,
+            70,
+            91,
+            **sizes,
+            bias=Pairs(batch=False),
+            causal=True,
+            align="top-left",
+        ),
+        dense(
+            "mask-top-left",
+            2,
+            140,
+            300,
+            **sizes,
+            mask=Pairs(values="random"),
+            causal=True,
+            align="top-left",
+        ),
+        dense("needs-score", 2, 140, 201, **sizes, score_mod="tanh"),
     ]
     # Only the portable kernels take float32.
     steps = [
@@ -238,6 +261,10 @@ def score_steps() -> list[Step]:
         Step(case, backward=True, around=nullcontext if n % 2 else large_tiles)
         for n, case in enumerate(cases)
     ]
+    # More query tiles than SMs, whose lists are then ordered by length.
+    many: dict[str, Any] = {"nheads_q": 16, "nheads_kv": 16, "headdim": 64}
+    ordered = dense("mask-ordered", 3, 700, 64, **many, mask=Pairs(values="tiles", heads="one"))
+    steps.append(Step(ordered, around=partial(only, "sm90")))
     return steps + split_steps(everything)
 
 
@@ -256,6 +283,13 @@ def split_steps(everything: dict[str, Any]) -> list[Step]:
         ragged("split-everything", *lens, **sizes, **everything, num_splits=3),
     ]
     cases += [replace(case, dtype="float32") for case in cases[:3]]
+    cases += [
+        dense("few-bias-pairs", 2, 3, 702, **sizes, bias=Pairs()),
+        dense("few-negative-scale", 2, 3, 700, **sizes, scale=-0.3),
+        dense("few-odd-negative-scale", 2, 3, 700, **{**sizes, "headdim": 66}, scale=-0.3),
+        dense("few-of-many-heads", 2, 1, 700, nheads_q=37, nheads_kv=1, headdim=66),
+        dense("few-line", 2, 3, 700, **{**sizes, "headdim": 66}, score_mod="relative"),
+    ]
     # TMA brings no keys of 66 columns: these are decoded by lanes' copies.
     odd = {**sizes, "headdim": 66}
     for option in ("softcap", "score_mod", "bias", "alibi_slopes", "sink_logits"):
@@ -280,6 +314,8 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
         partial(check_pages, paged(lens, 16, rows=3, heads=(8, 2)), mask=blocky(4, 8, 3, 700)),
         partial(check_pages, paged(lens, 7, dtype=F32), mask=blocky(1, 1, 1, 700), num_splits=3),
+        partial(check_pages, paged(lens, 16, rows=90), "sm90", mask=blocky(4, 1, 90, 700)),
+        partial(check_pages, paged(lens, 256, rows=3, heads=(8, 2), dims=(66, 66))),
         partial(check_pages, paged((1500, 1100), 16, rows=20, heads=(8, 2), dims=(128, 128))),
         partial(check_pages, paged((700, 33), 16, heads=(37, 1), dims=(128, 128)), causal=True),
         partial(check_pages, paged((15000, 70), 16, heads=(2, 1), dims=(64, 64))),
