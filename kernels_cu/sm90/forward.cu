@@ -266,7 +266,7 @@ KERNEL CLUSTER(forward::kCluster)
       ptx::mbarrier_init(&shared.values_empty[i], kFloat8 ? kWarpgroup * kConsumers : 4 * kConsumers * kCluster);
     }
     for (int i = 0; i < 2; i++) {
-      ptx::mbarrier_init(&shared.work_full[i], 1);
+      ptx::mbarrier_init(&shared.work_full[i], kKeyMask ? target::kWave : 1);
       if constexpr (kKeyMask) ptx::mbarrier_init(&shared.work_found[i], 1);
       ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kWorkReadingWarps);
     }

@@ -60,8 +60,8 @@ DEVICE void read_key_masks(const Sm90ForwardParams& p, Memory& s, int lane) {
     auto& work = s.work[slot.slot];
     exists = work.exists;
     if (exists) read_key_mask(p.key_mask, work, work, lane);
-    target::wave_sync();
-    if (lane == 0) ptx::mbarrier_arrive(&s.work_full[slot.slot]);
+    // Every lane arrives for its own word of the bits.
+    ptx::mbarrier_arrive(&s.work_full[slot.slot]);
   }
 }
 
