@@ -11,6 +11,9 @@ from rawattn._runtime.verbs import Verb
 
 Result = TypeVar("Result")
 
+# Returned by a repeat that has done nothing, since the call is not like the earlier one: it takes the slow path.
+SLOW_PATH: Any = object()
+
 
 @dataclass(frozen=True, slots=True)
 class CallRequest(Generic[Result]):

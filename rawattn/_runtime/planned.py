@@ -14,6 +14,7 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
+from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._interop.native import Native, Read
 from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_gpu
@@ -127,8 +128,9 @@ class GpuPlan:
         if read is None or read[1][:-1] != self._form:
             raise self._refused(args)
         addresses, _, tracked = read
-        if tracked and self._verb.refuses_gradients:
-            arrays.refuse_gradients(caller_names(self._verb, self._options), args)
+        if tracked:
+            refuse = arrays.refuse_gradients if self._verb.refuses_gradients else refuse_tangents
+            refuse(caller_names(self._verb, self._options), args)
         planned = self._planned
         if not planned.surely_disjoint(addresses):
             named = zip(self._verb.inputs, args, strict=True)

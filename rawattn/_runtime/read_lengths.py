@@ -8,10 +8,7 @@ from typing import Any
 from rawattn._interop import streams
 from rawattn._interop.native import Native
 from rawattn._runtime import on_gpu
-from rawattn._runtime.call_request import CallRequest
-
-# Returned by a repeat that has done nothing, since the call cannot be repeated: it takes the slow path.
-SLOW_PATH: Any = object()
+from rawattn._runtime.call_request import SLOW_PATH, CallRequest
 
 
 def repeated(

@@ -18,8 +18,7 @@ from rawattn._interop.native import Read, native_of
 from rawattn._interop.written import bump_versions
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._runtime import dispatch, read_lengths
-from rawattn._runtime.call_request import CallRequest
-from rawattn._runtime.read_lengths import SLOW_PATH
+from rawattn._runtime.call_request import SLOW_PATH, CallRequest
 from rawattn._verbs.fast_path import (
     Parameters,
     are_plain,

@@ -21,9 +21,10 @@ from rawattn._interop import arrays, dynamo
 from rawattn._interop.native import native_of
 from rawattn._jax import eager
 from rawattn._runtime import dispatch
+from rawattn._runtime.call_request import SLOW_PATH
 from rawattn._runtime.calls import refuse_gradients
 from rawattn._runtime.option_arrays import caller_names, named_gradients, with_arrays
-from rawattn._runtime.plan_fast_path import SLOW_PATH, Repeat
+from rawattn._runtime.plan_fast_path import Repeat
 from rawattn._runtime.planned import GpuPlan
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv

@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 # ruff: noqa: E402
 
+from torch.autograd import forward_ad
+
 import rawattn
 import rawattn.torch
 from tests import torch_calls
@@ -216,3 +218,19 @@ def test_models_generate_as_with_torchs_own(name: str, side: str | None, cache: 
         generated(model_of(name, which, "cuda"), mask, cache) for which in ("rawattn", "sdpa")
     )
     assert torch.equal(got, exact)
+
+
+def test_a_plan_of_the_backward_refuses_tangents() -> None:
+    q, k, v = random("cuda")
+    out, lse = rawattn.attention(q, k, v, return_lse=True)
+    given = (q, k, v, out, lse)
+    plan = rawattn.plan(rawattn.attention_backward, out, *given)
+    plan(out, *given)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(out, torch.ones_like(out))
+        plan(out, *given)
+        for _ in range(2):  # the second one might have a fast path
+            with pytest.raises(RuntimeError, match="dout: got a tensor with a tangent, which"):
+                plan(dual, *given)
+            with pytest.raises(RuntimeError, match="dout: got a tensor with a tangent, which"):
+                plan(dout=dual)
