@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -77,3 +78,12 @@ def kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def rawattn_command(capsys: pytest.CaptureFixture[str]) -> Output:
     return Output(capsys)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """A fake framework and its GPU, in place of CuPy."""
+    from tests.fast_path_fakes import fake_gpu
+
+    with fake_gpu() as found:
+        yield found

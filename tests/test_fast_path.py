@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,9 @@ from tests.fast_path_fakes import (
     Framework,
     arrays,
     called_anew,
-    fake_gpu,
     known,
     of_backward,
 )
-
-
-@pytest.fixture
-def gpu() -> Iterator[Framework]:
-    with fake_gpu() as found:
-        yield found
 
 
 def test_a_repeated_call_is_launched_with_its_own_arrays(gpu: Framework) -> None:
@@ -116,7 +108,9 @@ def test_a_gradient_is_not_lost_in_a_repeated_call(
 ) -> None:
     known(gpu, lambda: rawattn.attention(*arrays()))
     refused: list[Any] = []
-    monkeypatch.setattr(fast_path, "refuse_gradients", lambda names, x: refused.append(list(names)))
+    monkeypatch.setattr(
+        fast_path, "refuse_gradients_of_read", lambda _, names, x: refused.append(list(names))
+    )
     q, k, v = arrays()
     k.tracked = True
     rawattn.attention(q, k, v)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,9 @@ from tests.fast_path_fakes import (
     arrays,
     bias,
     called_anew,
-    fake_gpu,
     known,
     of_backward,
 )
-
-
-@pytest.fixture
-def gpu() -> Iterator[Framework]:
-    with fake_gpu() as found:
-        yield found
 
 
 def test_a_repeated_call_is_launched_with_the_arrays_of_its_options(gpu: Framework) -> None:
@@ -124,7 +116,9 @@ def test_a_gradient_of_an_array_of_options_is_not_lost(
 ) -> None:
     known(gpu, lambda: rawattn.attention(*arrays(), bias=bias()))
     refused: list[Any] = []
-    monkeypatch.setattr(fast_path, "refuse_gradients", lambda names, x: refused.append(list(names)))
+    monkeypatch.setattr(
+        fast_path, "refuse_gradients_of_read", lambda _, names, x: refused.append(list(names))
+    )
     tracked = bias()
     tracked.tracked = True
     rawattn.attention(*arrays(), bias=tracked)

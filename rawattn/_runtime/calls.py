@@ -213,11 +213,14 @@ def refuse_gradients(
     """
     names = caller_names_with_outputs(verb, options)
     count = len(inputs)
-    if verb.refuses_gradients:
-        arrays.refuse_gradients(names[:count], inputs)
-    else:
-        refuse_tangents(names[:count], inputs)
+    refuse_gradients_of_read(verb, names[:count], inputs)
     arrays.refuse_gradients_of_written(names[count:], targets)
+
+
+def refuse_gradients_of_read(verb: Verb, names: Sequence[str], inputs: Sequence[Any]) -> None:
+    """The part of `refuse_gradients` that is about inputs. names: those by which the caller knows them."""
+    refuse = arrays.refuse_gradients if verb.refuses_gradients else refuse_tangents
+    refuse(names, inputs)
 
 
 def _is_copied(verb: Verb, name: str, view: Any) -> bool:

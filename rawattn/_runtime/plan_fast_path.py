@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 from rawattn._call.checks import byte_range
 from rawattn._call.options import Options
-from rawattn._interop import arrays
-from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._interop.native import Native, Read
 from rawattn._interop.written import bump_versions, version_bumper
 from rawattn._runtime import on_gpu
 from rawattn._runtime.call_request import SLOW_PATH
+from rawattn._runtime.calls import refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names
 from rawattn._runtime.prepared import PlanMemory
 from rawattn._runtime.verbs import Verb
@@ -89,7 +88,6 @@ def by_position(planned: Planned) -> Repeat:
     launches, result = planned.memory.launches, planned.returned(planned.results)
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     names = caller_names(verb, planned.options)
-    refuse = arrays.refuse_gradients if verb.refuses_gradients else refuse_tangents
     bump, changed = version_bumper(*planned.results), planned.changed
     checked = bool(planned.possible_overlaps or planned.alignments or verb.extra_inputs)
 
@@ -105,7 +103,7 @@ def by_position(planned: Planned) -> Repeat:
         if got != form or current_device() != device:
             return SLOW_PATH
         if tracked:
-            refuse(names[: len(args)], args)
+            refuse_gradients_of_read(verb, names[: len(args)], args)
         addresses += tail
         if checked and not (
             planned.surely_disjoint(addresses)

@@ -14,11 +14,10 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._interop import arrays, streams
-from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._interop.native import Native, Read
 from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_gpu
-from rawattn._runtime.calls import Call, check_written
+from rawattn._runtime.calls import Call, check_written, refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
 from rawattn._runtime.plan_fast_path import Planned, Repeat, by_names, by_position
 from rawattn._runtime.verbs import Verb
@@ -129,8 +128,8 @@ class GpuPlan:
             raise self._refused(args)
         addresses, _, tracked = read
         if tracked:
-            refuse = arrays.refuse_gradients if self._verb.refuses_gradients else refuse_tangents
-            refuse(caller_names(self._verb, self._options), args)
+            names = caller_names(self._verb, self._options)
+            refuse_gradients_of_read(self._verb, names, args)
         planned = self._planned
         if not planned.surely_disjoint(addresses):
             named = zip(self._verb.inputs, args, strict=True)

@@ -28,11 +28,9 @@ from rawattn._interop import dynamo
 from rawattn._interop.arrays import (
     framework_of,
     is_recording,
-    refuse_gradients,
     refuse_gradients_of_written,
     refuse_jit_trace,
 )
-from rawattn._interop.forward_mode import refuse_tangents
 from rawattn._interop.native import Native, Read, native_of
 from rawattn._interop.written import bump_versions
 from rawattn._jax import eager
@@ -40,6 +38,7 @@ from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import dispatch, on_gpu
 from rawattn._runtime.call_request import CallRequest
+from rawattn._runtime.calls import refuse_gradients_of_read
 from rawattn._runtime.option_arrays import ARRAYS
 from rawattn._runtime.verbs import Verb
 
@@ -179,8 +178,8 @@ def with_fast_path(
                         seqs._calls[name] = form, lengths, repeat
                 if repeat is not None and selection() is UNCHANGED:
                     if tracked and is_recording():
-                        refuse = refuse_gradients if verb.refuses_gradients else refuse_tangents
-                        refuse(
+                        refuse_gradients_of_read(
+                            verb,
                             _named(verb.inputs[:count], options, option_arrays),
                             (*args, *option_arrays),
                         )
