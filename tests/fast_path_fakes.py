@@ -105,6 +105,8 @@ class Framework(_GeneratedReaders):
         launches: Any = SimpleNamespace(
             run=self.launch,
             run_keeping=self.launch if masked else None,
+            launches=(),
+            run_memory=None,
             with_starts=lambda bound: (self.launch, lambda seqs: ((), bound(seqs))),
         )
         return on_gpu.Call(launches, problem, lengths, results, made, None, reach)

@@ -10,6 +10,7 @@ import pytest
 
 import rawattn
 from rawattn._kernels.selection import only
+from rawattn._runtime import repeated
 from rawattn._verbs import fast_path
 from tests.fast_path_fakes import (
     NBYTES,
@@ -76,6 +77,45 @@ def test_arrays_of_another_form(change: str, gpu: Framework) -> None:
     if change == "device":  # if another device is current, only the dispatcher switches devices
         gpu.current = 0
         assert called_anew(gpu, lambda: rawattn.attention(*other))
+
+
+def test_calls_that_differ_in_keys_alone_take_turns(gpu: Framework) -> None:
+    q, k, v = arrays()
+    longer = [Array(x.address, (1, 7, 2, 8)) for x in (k, v)]
+    calls = [lambda: rawattn.attention(q, k, v), lambda: rawattn.attention(q, *longer)]
+    for call in calls:
+        known(gpu, call)
+    for _ in range(3):
+        assert not any(called_anew(gpu, call) for call in calls)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=str)
+@pytest.mark.parametrize("into", [False, True])
+def test_a_guarded_call_launches_what_its_key_would_find(
+    into: bool, options: dict[str, Any], gpu: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**options, "out": Array(1 << 16)} if into else options
+
+    def launched() -> list[int]:
+        gpu.next = 1 << 20
+        result = rawattn.attention(*arrays(), **given)
+        if options:
+            assert result[1].shape == (1, 2, 4)
+        assert not into or (result[0] if options else result) is given["out"]
+        return gpu.launched[-1]
+
+    known(gpu, launched)
+    made: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(repeated.guarded, "guarded_call", lambda *x: made.append(x))
+        guarded = launched()
+        assert not made
+        table = fast_path.closures_by_call["attention"]
+        found = [key for key, x in table.items() if not isinstance(x, repeated.Repeated)]
+        assert len(found) == 1
+        del table[found[0]]
+        assert [launched() for _ in range(2)] == [guarded] * 2
+        assert len(made) == 1
 
 
 def test_arrays_by_name(gpu: Framework) -> None:

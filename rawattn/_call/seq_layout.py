@@ -140,8 +140,7 @@ class SeqLayout:
     _start_values: StartValues | None = field(init=False)
     # `binding.bind` results by (batch, rows_q, rows_k).
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
-    # Kept by `_verbs.fast_path`. By name of a verb, its last call with this layout: the form of the arrays, the lengths or
-    # their addresses, and the closure that repeats the call. By such a closure: what it is given for starts on the host.
+    # Kept by `_verbs.fast_path`: the guarded calls on this layout, by the verb's name, the options and the number of arrays.
     _calls: dict[Any, Any] = field(init=False)
     # The arguments of a layout that was made while torch.compile traces. It has no private attributes until it is used.
     _deferred_arguments: ClassVar[dict[str, Any] | None] = None

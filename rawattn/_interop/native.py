@@ -56,6 +56,10 @@ class Native(Memory, Protocol):
     """Operations on the arrays of one framework on a GPU. Its memory is for work on the framework's current stream."""
 
     kinds: tuple[type, ...]  # of its arrays
+    attributes: Attributes  # how they are read
+    is_traced: (
+        Callable[[], bool] | None
+    )  # whether a compiler traces the call, so that arrays have no values; None: never
 
     def read(self, arrays: Sequence[Any], required: int) -> Read | None:
         """Reads the arrays, of which some may be None, but not the first `required`. None unless all are plain arrays of the
@@ -92,8 +96,10 @@ class Native(Memory, Protocol):
 class _GeneratedReaders:
     """`Native.read` and `Native.reader`, by generated functions: one for each combination of given arrays."""
 
+    is_traced: Callable[[], bool] | None = None
+
     def __init__(self, attributes: Attributes) -> None:
-        self._attributes = attributes
+        self.attributes = attributes
         self._readers: dict[tuple[bool, ...], Callable[..., Read | None]] = {}
 
     def read(self, arrays: Sequence[Any], required: int) -> Read | None:
@@ -106,7 +112,7 @@ class _GeneratedReaders:
     def _reader(self, given: tuple[bool, ...]) -> Callable[..., Read | None]:
         found = self._readers.get(given)
         if found is None:
-            found = self._readers[given] = self._attributes.reader(given)
+            found = self._readers[given] = self.attributes.reader(given)
         return found
 
 
@@ -122,7 +128,8 @@ class CuPy(_GeneratedReaders):
                 address="({x}_ := {x}.data).ptr",
                 form="{x}.shape, {x}._c_contiguous or {x}.strides, {x}.dtype, {x}_.device_id",
                 tracked="False",
-                names={"kind": cupy.ndarray},
+                names={"kind": cupy.ndarray, "current_stream": cupy.cuda.get_current_stream},
+                stream="current_stream(device).ptr",
             )
         )
         self.kinds = (cupy.ndarray,)
@@ -171,18 +178,21 @@ class Torch(_GeneratedReaders):
         import cupy
 
         torch = sys.modules["torch"]
+        self.is_traced = torch.compiler.is_dynamo_compiling
         super().__init__(
             Attributes(
-                # The memory of a negated view does not hold its values.
-                plain="(type({x}) is tensor or type({x}) is parameter) and not {x}.is_neg() "
-                "and ({x}_ := {x}.get_device()) >= 0",
+                # The memory of a negated view does not hold its values. Only parts of complex numbers are such views, which
+                # bfloat16 has none of.
+                plain="(type({x}) is tensor or type({x}) is parameter) and "
+                "(({x}t := {x}.dtype) is bfloat16 or not {x}.is_neg()) and ({x}_ := {x}.get_device()) >= 0",
                 address="{x}.data_ptr()",
-                form="{x}.shape, {x}.is_contiguous() or {x}.stride(), {x}.dtype, {x}_",
+                form="{x}.shape, {x}.is_contiguous() or {x}.stride(), {x}t, {x}_",
                 tracked="{x}.requires_grad",
                 names={
                     "tensor": torch.Tensor,
                     "parameter": torch.nn.Parameter,
-                    "traced": torch.compiler.is_dynamo_compiling,
+                    "bfloat16": torch.bfloat16,
+                    "traced": self.is_traced,
                     "forward_ad": torch.autograd.forward_ad,
                 },
                 have_values="not traced()",

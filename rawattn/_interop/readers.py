@@ -6,7 +6,7 @@ takes 1.5 times as long as the unrolled function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,16 @@ Reader = Callable[..., Any]
 _TEXT = """\
 def read({arguments}):
     try:
-        if not ({have_values} and {plain}):
+        if not ({have_values} and {valid}):
             return None
         {addresses}
-        return [{listed}], ({form}, ({together}) & 15), {tracked}
+        return [{listed}], ({form}), {tracked}
     except RuntimeError:  # of tensors without strides or without memory: sparse and functional ones
         return None
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Attributes:
     """How arrays of a framework are read: Python expressions of an array `{x}`. names: the other names in them.
 
@@ -32,6 +32,7 @@ class Attributes:
     form: the hashable form of x; strides are True for C order, in which the shape determines them.
     tracked: whether x requires a gradient. has_tangents: whether an array may have another derivative, asked once a call.
     have_values: whether arrays have values at all, asked once a call.
+    stream: the handle of the current stream on `device`; `stream_of` is `Native.stream`.
     """
 
     plain: str
@@ -41,33 +42,52 @@ class Attributes:
     names: Mapping[str, Any]
     have_values: str = "True"
     has_tangents: str = "False"
+    stream: str = "stream_of(device)"
 
     def reader(self, given: tuple[bool, ...]) -> Reader:
-        """A function of len(given) arrays, with None for those that are not given. It returns a `native.Read`, or None.
+        """A function of len(given) arrays, with None for those that are not given. It returns a `native.Read`, or None."""
+        arguments = [f"x{n}" for n in range(len(given))]
+        text = _TEXT.format(
+            arguments=", ".join(arguments),
+            have_values=self.have_values,
+            listed=", ".join(f"{x}p" if one else "0" for x, one in zip(arguments, given)),  # noqa: B905
+            **self.expressions(arguments, given),
+        )
+        return self.define(text, "read")
 
-        The form ends with the OR of all addresses modulo 16, the bytes of the widest access.
+    def expressions(
+        self, arguments: Sequence[str], given: Sequence[bool] | None = None
+    ) -> dict[str, str]:
+        """What generated functions of these arguments consist of. given: whether each is an array, not None; by default all.
+
+        valid: whether all can be read, if they have values; the others are valid only then.
+        addresses: statements that assign the address of an array `x` to `xp`.
+        form: the parts of `Read`'s form, separated by commas. tracked: whether an array has a derivative.
         """
-        arrays = [f"x{n}" for n, one in enumerate(given) if one]
+        forms = [self.form.replace("{x}", x) for x in arguments]
+        if given is not None:
+            forms = [form if one else "None" for form, one in zip(forms, given, strict=True)]
+            arguments = [x for x, one in zip(arguments, given, strict=True) if one]
 
         def each(expression: str) -> list[str]:
             # Each placeholder {x} becomes the array's name.
-            return [expression.replace("{x}", x) for x in arrays]
+            return [expression.replace("{x}", x) for x in arguments]
 
-        text = _TEXT.format(
-            arguments=", ".join(f"x{n}" for n in range(len(given))),
-            have_values=self.have_values,
-            plain=" and ".join(each(self.plain)),
-            addresses="; ".join(
-                f"{x}p = {one}" for x, one in zip(arrays, each(self.address), strict=True)
-            ),
-            listed=", ".join(f"x{n}p" if one else "0" for n, one in enumerate(given)),
-            form=", ".join(
-                self.form.replace("{x}", f"x{n}") if one else "None" for n, one in enumerate(given)
-            ),
-            together=" | ".join(f"{x}p" for x in arrays),
-            tracked=" or ".join((*each(self.tracked), self.has_tangents)),
-        )
+        together = " | ".join(f"{x}p" for x in arguments)
+        derived = [x for x in (*each(self.tracked), self.has_tangents) if x != "False"]
+        return {
+            "valid": " and ".join(each(self.plain)),
+            "addresses": "; ".join(f"{x}p = {self.address_of(x)}" for x in arguments),
+            "form": ", ".join((*forms, f"({together}) & 15")),
+            "tracked": " or ".join(derived) or "False",
+        }
+
+    def address_of(self, array: str) -> str:
+        return self.address.replace("{x}", array)
+
+    def define(self, text: str, name: str) -> Callable[..., Any]:
+        """The function of this name that a generated text defines."""
         found: dict[str, Any] = dict(self.names)
-        exec(text, found)  # only the text generated above
-        reader: Reader = found["read"]
-        return reader
+        exec(text, found)  # only texts made of the expressions above
+        function: Callable[..., Any] = found[name]
+        return function

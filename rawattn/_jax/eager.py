@@ -90,6 +90,8 @@ class JaxReader:
     The arrays themselves stand in for their addresses. All have one form, since JAX tells shapes and dtypes apart.
     """
 
+    is_traced = None
+
     def __init__(self, kind: type) -> None:
         self.kinds = (kind,)
 

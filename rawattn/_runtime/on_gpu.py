@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rawattn._call.binding import bind
 from rawattn._call.checks import check_apart
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
@@ -15,7 +13,7 @@ from rawattn._call.structure import Structure, structure
 from rawattn._eviction import evict_if_full
 from rawattn._interop import arrays, streams
 from rawattn._interop.advice import cast
-from rawattn._interop.native import Memory, Native, Read, View
+from rawattn._interop.native import Native, Read, View
 from rawattn._kernels.selection import selection
 from rawattn._runtime import graphs
 from rawattn._runtime.calls import Call, check_written, prepare
@@ -23,17 +21,9 @@ from rawattn._runtime.option_arrays import caller_names_with_outputs
 from rawattn._runtime.verbs import Verb
 
 if TYPE_CHECKING:
-    from rawattn._runtime.prepared import Prepared
+    pass
 
 Arrays = Sequence[Any]
-
-# Repeats a call. Arguments:
-# - the addresses of its arrays, a list that the function changes;
-# - the array to write, whose address is the last of these, or None;
-# - the lengths if there is a layout, or what the launches take in their place, or the memo of the mask.
-# Returns the caller's result. Returns None, and has done nothing, if the call cannot be repeated after all; the slow path then
-# runs it, or raises the proper error.
-Repeat = Callable[[list[int], Any, Any], Any]
 
 # Prepared calls, by everything that they depend on. Addresses (but for alignment) and values of host integers are not part of
 # the key.
@@ -128,127 +118,6 @@ def find_or_prepare(
         evict_if_full(_prepared, _MAX_PREPARED)
         _prepared[key] = call
     return call, lengths, True
-
-
-def repeated(
-    native: Native,
-    verb: Verb,
-    inputs: Arrays,
-    targets: Arrays,
-    options: Options,
-    flag: bool,
-    framework: str,
-    returned: Callable[[Sequence[Any]], Any],
-    takes_mask_memo: bool = False,
-    layout_in_key: bool = False,
-) -> Repeat | None:
-    """A function that repeats a call which `run` has made, on arrays and sequences of the same form; None if there is none.
-
-    The call may not have numbers for kernels among its options. returned: makes the caller's result of the outputs.
-
-    takes_mask_memo: the function is given the memo of a mask, not lengths.
-    layout_in_key: the function is given a pair, not lengths: the integers' slots behind the arrays' addresses, and the last
-    argument of the launches. With lengths on the GPU the pair is their addresses and None. With starts on the host, the
-    function's attribute `of_starts` makes the pair of their layout.
-    """
-    read = native.read((*inputs, *targets), verb.required_count)
-    assert read is not None
-    device: int = read[1][verb.lead_index * 4 + 3]
-    if device != native.current_device() or streams.is_capturing(native.stream(device)):
-        return None
-    call, lengths, _ = find_or_prepare(
-        verb, native, read, inputs, targets, options, flag, framework
-    )
-    if call.copies is not None:
-        return None
-    given = [n for n, x in enumerate((*inputs, *targets)) if x is not None]
-    made = [len(inputs) + n for n, _, _ in call.allocated_outputs]
-    first, last = (made[0], made[-1] + 1) if made else (len(verb.names), len(verb.names))
-    if given[-1] > first or made != list(range(first, first + len(made))):
-        return None
-    # The order of a run's addresses: given arrays, with 0 for each absent one among them; then 0s (`before`), the results that
-    # the library allocates, and 0s (`behind`).
-    absent = sorted({*range(given[-1])} - {*given})
-    before, behind = [0] * (first - given[-1] - 1), [0] * (len(verb.names) - last)
-    allocators = [
-        native.allocator_like(shape, dtype, inputs[verb.lead_index])
-        for _, shape, dtype in call.allocated_outputs
-    ]
-    writes = given[-1] >= len(inputs)
-    bounds = overlap_bounds(call, len(inputs)) if writes else ()
-    stream_of, current_device, address_of = native.stream, native.current_device, native.address
-    launch: Callable[..., None] = call.prepared.run
-    dense: Lengths | None = call.lengths
-    of_starts: Callable[[Any], Any] | None = None
-    if takes_mask_memo:
-        launch, dense = _launch_with_mask(call.prepared), None
-    elif layout_in_key:
-        assert lengths is not None
-        if lengths.on_host:
-            rows_q, rows_k = lengths.q.rows, lengths.k.rows
-            bound = functools.partial(bind, batch=None, rows_q=rows_q, rows_k=rows_k)
-            launch, of_starts = call.prepared.with_starts(bound)
-        else:
-            launch = call.prepared.with_integers(lengths)
-    if len(allocators) == 1 and not (writes or absent or before):
-        (allocate_one,) = allocators
-
-        def repeat_one(addresses: list[int], written: Any, with_it: Any) -> Any:
-            if current_device() != device:
-                return None
-            result = allocate_one()
-            addresses.append(address_of(result))
-            addresses += behind
-            if layout_in_key:
-                integers, with_it = with_it
-                addresses += integers
-            launch(addresses, stream_of(device), native, dense if with_it is None else with_it)
-            return result
-
-        vars(repeat_one)["of_starts"] = of_starts
-        return repeat_one
-
-    def repeat(addresses: list[int], written: Any, with_it: Any) -> Any:
-        if current_device() != device:
-            return None
-        for n in absent:
-            addresses.insert(n, 0)
-        results = []
-        if written is not None:
-            last = addresses[-1]
-            for address, (low, high) in zip(addresses, bounds):  # noqa: B905  # the last one is its own
-                if low < last - address < high:
-                    return None
-            results.append(written)
-        addresses += before
-        for allocate in allocators:
-            result = allocate()
-            results.append(result)
-            addresses.append(address_of(result))
-        addresses += behind
-        if layout_in_key:
-            integers, with_it = with_it
-            addresses += integers
-        launch(addresses, stream_of(device), native, dense if with_it is None else with_it)
-        return returned(results)
-
-    vars(repeat)["of_starts"] = of_starts
-    return repeat
-
-
-def _launch_with_mask(prepared: Prepared) -> Callable[..., None]:
-    """`prepared.run` of a call without a layout, which takes the memo of its mask, or None, in place of lengths."""
-    run, run_keeping = prepared.run, prepared.run_keeping
-
-    def launch(
-        addresses: list[int], stream: int, memory: Memory, memo: dict[Any, Any] | None
-    ) -> None:
-        if run_keeping is None or memo is None:
-            run(addresses, stream, memory, None)
-        else:
-            run_keeping(addresses, stream, memory, memo)
-
-    return launch
 
 
 def overlap_bounds(call: Call, first: int) -> tuple[tuple[int, int], ...]:

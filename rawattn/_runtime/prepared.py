@@ -103,7 +103,12 @@ class Prepared:
         """`run`, specialised for what this call needs."""
         if self.ragged:
             return self._ragged_runner()
-        return run_of(list(zip(self._launches, self._blocks, strict=True)), self.run_memory)
+        return run_of(self.launches, self.run_memory)
+
+    @property
+    def launches(self) -> Launches:
+        """The launches of each run of a call without ragged lengths."""
+        return list(zip(self._launches, self._blocks, strict=True))
 
     def _keeping_runner(self, lists: Lists) -> RunKeeping | None:
         """`run_keeping`: a mask's first run on a stream writes its lists of tiles; later runs leave these launches out.
@@ -117,7 +122,7 @@ class Prepared:
         count = len(lists.scratch)
         rest, kept_bytes = self.run_memory.without_leading_scratch(count)
         kept_at = self.run_memory.scratch_at[:count]
-        launches = list(zip(self._launches, self._blocks, strict=True))
+        launches = self.launches
         others = list(itertools.compress(launches, map(operator.not_, made)))
         run_all, run_others = run_of(launches, rest), run_of(others, rest)
         run_captured = self.run_memory.run_captured
@@ -199,14 +204,15 @@ class Prepared:
 
         return run
 
-    def with_integers(self, lengths: Lengths) -> Run:
-        """`run` for lengths that are all on the device. It takes their addresses, in the order of `NAMES`, behind the arrays'.
+    def with_integers(self, lengths: Lengths) -> Launches:
+        """The launches of runs on lengths that are all on the device, whose addresses, in the order of `NAMES`, stand behind
+        the arrays'.
 
         lengths: such lengths, which give the numbers of blocks.
         """
         setup = () if self._later_setup is None else (self._later_setup,)
         blocks = [_count(each.blocks, lengths) for each in self.steps]
-        return run_of([*setup, *zip(self._launches, blocks, strict=True)], self.run_memory)
+        return [*setup, *zip(self._launches, blocks, strict=True)]
 
     def with_starts(
         self, bound: Callable[[SeqLayout], Lengths]

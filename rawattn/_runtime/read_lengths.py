@@ -9,6 +9,7 @@ from rawattn._interop import streams
 from rawattn._interop.native import Native
 from rawattn._runtime import on_gpu
 from rawattn._runtime.call_request import SLOW_PATH, CallRequest
+from rawattn._runtime.runs import run_of
 
 
 def repeated(
@@ -45,7 +46,7 @@ def repeated(
     expected = [native.address(x) for x in given_lengths]
     if [int(x.data.ptr) for x in sides if x is not None] != expected:
         return None
-    launch = call.prepared.with_integers(lengths)
+    launch = run_of(call.prepared.with_integers(lengths), call.prepared.run_memory)
     allocators = [
         native.allocator_like(shape, dtype, inputs[verb.lead_index])
         for n, shape, dtype in call.allocated_outputs

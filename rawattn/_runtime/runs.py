@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
@@ -75,6 +75,21 @@ class RunMemory:
             launch(addresses, blocks, stream)
         if not memory.keeps_captured():
             graphs.keep_forever(launches, scratch)
+
+
+class Lone(NamedTuple):
+    """A run of one launch that needs no scratch. counters: by stream, as in `RunMemory`; None if it needs none."""
+
+    launch: Launch
+    blocks: int
+    counters: dict[Any, tuple[Any, list[int]]] | None
+
+
+def lone_of(launches: Launches, run_memory: RunMemory) -> Lone | None:
+    """The one launch of these runs, if they are so simple."""
+    if len(launches) != 1 or run_memory.scratch_bytes:
+        return None
+    return Lone(*launches[0], run_memory.counters if run_memory.counter_bytes else None)
 
 
 def _behind_each_other(sizes: Iterable[int], alignment: int) -> tuple[list[int], int]:

@@ -3,7 +3,7 @@
 On the slow path a verb's own function checks its arguments and returns a `CallRequest`; the dispatcher prepares and runs it.
 A closure that launches the call again is kept in `closures_by_call`. The key is the form of the arrays (shapes, strides,
 dtypes, device) and the names, values and types of the options as the caller wrote them. The next call with the same key
-runs that closure.
+runs that closure. The second call that does is given a guarded call, which later ones find without their key.
 
 Options that are arrays, of the same type as the verb's own arrays, are read together with these. A `BlockMask` has a fast path
 too, if no other option holds arrays. Neither has one in a call with `seqs`. Calls with other options that hold arrays (a
@@ -31,15 +31,16 @@ from rawattn._interop.arrays import (
     refuse_gradients_of_written,
     refuse_jit_trace,
 )
-from rawattn._interop.native import Native, Read, native_of
+from rawattn._interop.native import Read, native_of
 from rawattn._interop.written import bump_versions
 from rawattn._jax import eager
 from rawattn._kernels.selection import UNCHANGED, selection
 from rawattn._masks.block_mask import BlockMask
-from rawattn._runtime import dispatch, on_gpu
+from rawattn._runtime import dispatch
 from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.calls import refuse_gradients_of_read
 from rawattn._runtime.option_arrays import ARRAYS
+from rawattn._runtime.repeated import Repeated, repeated_call
 from rawattn._runtime.verbs import Verb
 
 Parameters = ParamSpec("Parameters")
@@ -49,12 +50,20 @@ Result = TypeVar("Result")
 closures_by_call: dict[str, dict[Any, Any]] = {}
 _MAX_CLOSURES = 512  # entries for each function
 _MAX_KEPT = 32  # entries of `SeqLayout._calls`
+_UNKNOWN = False  # in place of a guarded call, where the call has not been repeated yet; None where it has once
 
 # Options that may be arrays, in the order of a verb's inputs.
 _ARRAYS = ("dlse", *ARRAYS, "seed")
 
+# How the arrays of a call are read, where its first one is of a type: what reads them, a function that reads them, one that
+# reads an array to write too, and `Native.is_traced`.
+_Known = tuple[
+    Any, Callable[..., Read | None], Callable[..., Read | None], Callable[[], bool] | None
+]
+
 # Types of options whose equal values mean equal calls.
-_PLAIN = {bool, int, float, str, tuple, type(None)}
+_SCALARS = {bool, int, float, str, type(None)}
+_PLAIN = _SCALARS | {tuple}
 
 
 def with_fast_path(
@@ -71,127 +80,135 @@ def with_fast_path(
         names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
         count, name = len(names), read_call.__name__
         kinds = argument_kinds(f"rawattn.{name}", signature)
-        # By the type of the first array: functions that read a call's arrays, without and with an array to write.
-        readers: dict[type, Callable[..., Read | None]] = {}
-        writers: dict[type, Callable[..., Read | None]] = {}
-        natives: dict[type, Native] = {}  # these make readers of more arrays, for arrays of options
+        known: dict[type, _Known] = {}  # by the type of the first array
 
         @functools.wraps(read_call)
         def call(*args: Any, **options: Any) -> Result:
-            # First read the arrays and split the options; then find the call by its key and repeat it, or take the slow path.
-            # options_key: the options' part of the key. written: the array to write. starts: a layout of starts on the host.
-            # lengths: what a repeated call takes for its layout. read stays None if there is no fast path.
-            options_key = written = lengths = starts = key = read = None
-            seqs: Any = None
+            # Split the options, then repeat the call: by a guarded call, else by its key, else on the slow path.
+            # options_key: the options' part of the key. arrays: all that are read. written: the array to write.
+            # guarded_calls, guarded_key: where a guarded call is found.
+            options_key = written = seqs = mask = None
             option_arrays: tuple[Any, ...] = ()
-            mask: BlockMask | None = None
-            # The commonest calls come first: arrays only, then only a layout, then only an array to write.
-            if not options and len(args) == count:
-                reader = readers.get(type(args[0]))
-                read = None if reader is None else reader(*args)
-            else:
-                if len(args) < count:
-                    args = _by_position(names, args, options)
-                reader = readers.get(type(args[0])) if len(args) == count else None
-                if reader is None:
-                    pass
-                elif len(options) == 1 and "seqs" in options:
+            if len(args) < count:
+                args = _by_position(names, args, options)
+            kind = known.get(type(args[0])) if len(args) == count else None
+            if kind is None:
+                return slow_path(args, options, None, (), None)
+            native, reader, writer, is_traced = kind
+            arrays = args
+            guarded: Any = _UNKNOWN
+            guarded_calls: Any = None
+            guarded_key: Any = None
+            # The commonest calls come first: no options, only a layout, only an array to write, only a plain value.
+            if options:
+                if len(options) == 1 and "seqs" in options:
                     seqs = options["seqs"]
-                    read = reader(*args)
                 elif len(options) == 1 and options.get(out) is not None:
                     written = options[out]
-                    read = writers[type(args[0])](*args, written)
+                elif len(options) == 1 and type(value := next(iter(options.values()))) in _SCALARS:
+                    options_key = (*options, value, type(value))
                 else:
                     types = tuple(map(type, options.values()))
-                    kind = type(args[0])
+                    first = type(args[0])
                     if BlockMask in types:
-                        mask = _mask_with_fast_path(options, kind, natives)
+                        mask = _mask_with_fast_path(options, native)
                         if mask is None:
-                            reader = None
-                        else:
-                            others = {n: x for n, x in options.items() if n != "mask"}
-                            options_key, _, written, _ = _split_options(others, out, kind)
-                            if written is not None:
-                                reader = writers[kind]
+                            return slow_path(args, options, None, (), None)
+                        others = {n: x for n, x in options.items() if n != "mask"}
+                        options_key, _, written, _ = _split_options(others, out, first)
                     elif (
                         SeqLayout in types
                         or tuple in types
-                        or kind in types
+                        or first in types
                         or options.get(out) is not None
                     ):
-                        options_key, seqs, written, option_arrays = _split_options(
-                            options, out, kind
-                        )
-                        if option_arrays:
-                            more = count + len(option_arrays) + (written is not None)
-                            reader = natives[kind].reader(more)
-                        elif written is not None:
-                            reader = writers[kind]
+                        split = _split_options(options, out, first)
+                        options_key, seqs, written, option_arrays = split
                     else:
-                        options_key = (*options.items(), *types)
-                    if reader is None:
-                        pass
-                    elif written is None:
-                        read = reader(*args, *option_arrays)
-                    else:
-                        read = reader(*args, *option_arrays, written)
-            if read is not None:
-                addresses, form, tracked = read
-                repeat = None
-                # A layout keeps its last call of each verb: repeating that one needs no key.
-                alone = options_key is None and type(seqs) is SeqLayout
-                if alone and (latest := seqs._calls.get(name)) is not None and latest[0] == form:
-                    _, lengths, repeat = latest
-                else:
-                    try:
-                        if seqs is not None:
-                            layout_key = seqs._key
-                            if layout_key is None:
-                                lengths = _bound(verb, seqs, form)
-                                layout_key = token(lengths)
-                            elif seqs._start_values is None:
-                                lengths = addresses_of(seqs._arrays), None
-                            else:
-                                # `form` has shape, strides, dtype and device of each array; k follows q.
-                                at, starts = 4 * verb.lead_index, seqs
-                                rows_q, rows_k = form[at][-3], form[at + 4][-3]
-                                layout_key = (
-                                    layout_key,
-                                    bounds_of(seqs._start_values, seqs._arrays, rows_q, rows_k),
-                                )
-                            options_key = options_key, layout_key
-                        key = form if options_key is None else (form, options_key)
-                        if mask is not None:
-                            q = args[verb.lead_index]
-                            located = mask.located(
-                                q, form[4 * verb.lead_index + 3], natives[kind].address
-                            )
-                            key = (form, options_key, located.key)
-                        repeat = closures_by_call[name].get(key)
-                        if starts is not None and repeat is not None:
-                            lengths = _of_starts(starts, repeat)
-                    except (TypeError, ValueError, IndexError, AttributeError):
-                        # A layout that does not fit or is traced, or an option that cannot be hashed. The slow path raises
-                        # the proper error.
-                        repeat = key = None
-                    if alone and repeat is not None:
-                        seqs._calls[name] = form, lengths, repeat
-                if repeat is not None and selection() is UNCHANGED:
-                    if tracked and is_recording():
-                        refuse_gradients_of_read(
-                            verb,
-                            _named(verb.inputs[:count], options, option_arrays),
-                            (*args, *option_arrays),
-                        )
-                        if written is not None:
-                            refuse_gradients_of_written((out,), (written,))
-                    if mask is not None:
-                        addresses[count:count] = located.addresses
-                    result = repeat(addresses, written, lengths if mask is None else mask.memo)
+                        options_key = (*options, *options.values(), *types)
+                if option_arrays:
+                    more = option_arrays if written is None else (*option_arrays, written)
+                    arrays, reader = (*args, *more), native.reader(count + len(more))
+                elif written is not None:
+                    arrays, reader = (*args, written), writer
+            if mask is None and (is_traced is None or not is_traced()):
+                try:
+                    if seqs is None:
+                        guarded_calls = closures_by_call[name]
+                        shape = args[0].shape
+                        guarded_key = (shape, options_key, len(arrays)) if options else shape
+                        guarded = guarded_calls.get(guarded_key, _UNKNOWN)
+                    elif type(seqs) is SeqLayout:
+                        guarded_calls = seqs._calls
+                        guarded_key = name, options_key, len(arrays)
+                        guarded = guarded_calls.get(guarded_key, _UNKNOWN)
+                except (TypeError, RuntimeError):
+                    # An option that cannot be hashed, or a tensor without a shape. The slow path raises the proper error.
+                    return slow_path(args, options, None, (), None)
+                if guarded and selection() is UNCHANGED:
+                    result = guarded(*arrays)
                     if result is not None:
                         if written is not None:
                             bump_versions(written)
                         return result  # type: ignore[no-any-return]
+            read = reader(*arrays)
+            if read is None:
+                return slow_path(args, options, None, option_arrays, mask)
+            addresses, form, tracked = read
+            lengths: Any = None
+            key = starts = None
+            try:
+                if seqs is not None:
+                    layout_key = seqs._key
+                    if layout_key is None:
+                        lengths = _bound(verb, seqs, form)
+                        layout_key = token(lengths)
+                    elif seqs._start_values is None:
+                        lengths = addresses_of(seqs._arrays), None
+                    else:
+                        # `form` has shape, strides, dtype and device of each array; k follows q.
+                        at, starts = 4 * verb.lead_index, seqs
+                        rows_q, rows_k = form[at][-3], form[at + 4][-3]
+                        bounds = bounds_of(seqs._start_values, seqs._arrays, rows_q, rows_k)
+                        layout_key = layout_key, bounds
+                    options_key = options_key, layout_key
+                key = form if options_key is None else (form, options_key)
+                if mask is not None:
+                    q = args[verb.lead_index]
+                    located = mask.located(q, form[4 * verb.lead_index + 3], native.address)
+                    key = (form, options_key, located.key)
+                repeated = closures_by_call[name].get(key)
+                if starts is not None and repeated is not None:
+                    lengths = repeated.of_starts(starts)
+            except (TypeError, ValueError, IndexError, AttributeError):
+                # A layout that does not fit or is traced, or an option that cannot be hashed. The slow path raises the proper
+                # error.
+                repeated = key = None
+            if repeated is not None and selection() is UNCHANGED:
+                if tracked and is_recording():
+                    refuse_gradients_of_read(
+                        verb,
+                        _named(verb.inputs[:count], options, option_arrays),
+                        (*args, *option_arrays),
+                    )
+                    if written is not None:
+                        refuse_gradients_of_written((out,), (written,))
+                if mask is not None:
+                    addresses[count:count] = located.addresses
+                result = repeated.repeat(addresses, written, lengths if mask is None else mask.memo)
+                if result is not None:
+                    if not guarded and repeated.guarded is not None:
+                        # Made where the call is repeated once more: layouts are often used once.
+                        if guarded is None:
+                            guarded_calls[guarded_key] = repeated.guarded(form, lengths)
+                        else:
+                            most = _MAX_CLOSURES if seqs is None else _MAX_KEPT
+                            if len(guarded_calls) >= most:
+                                evict_if_full(guarded_calls, most)
+                            guarded_calls[guarded_key] = None
+                    if written is not None:
+                        bump_versions(written)
+                    return result  # type: ignore[no-any-return]
             return slow_path(args, options, key, option_arrays, mask)
 
         @dynamo.untraced
@@ -221,23 +238,21 @@ def with_fast_path(
                 native = native_of(framework)
             if native is None or selection() is not UNCHANGED or request.backend == "cpu":
                 return returned(results)
-            if (kind := type(args[0])) not in readers and kind in native.kinds:
-                # `readers` last: a thread that finds an entry there expects one in the other two.
-                natives[kind] = native
-                writers[kind] = native.reader(count + 1)
-                readers[kind] = native.reader(count)
+            if (kind := type(args[0])) not in known and kind in native.kinds:
+                readers = native.reader(count), native.reader(count + 1)
+                known[kind] = native, *readers, native.is_traced
             elif key is not None and _key_is_complete(
                 verb, request, args, options, key, out, option_arrays, mask
             ):
-                repeat: Any
+                repeated: Repeated | None
                 if programs:
-                    repeat = eager.repeated(request.options, request.flag)
+                    repeated = Repeated(eager.repeated(request.options, request.flag))
                 else:
                     masked = mask is not None
                     keyed = getattr(options.get("seqs"), "_key", None) is not None
-                    repeat = on_gpu.repeated(native, *call, framework, returned, masked, keyed)
-                if repeat is not None:
-                    remember_call(closures_by_call[name], key, repeat)
+                    repeated = repeated_call(native, *call, framework, returned, masked, keyed)
+                if repeated is not None:
+                    remember_call(closures_by_call[name], key, repeated)
             return returned(results)
 
         closures_by_call[name] = {}
@@ -292,25 +307,13 @@ def _split_options(
     return options_key, options.get("seqs"), options.get(out), option_arrays
 
 
-def _mask_with_fast_path(
-    options: Mapping[str, Any], kind: type, natives: Mapping[type, Any]
-) -> BlockMask | None:
+def _mask_with_fast_path(options: Mapping[str, Any], native: Any) -> BlockMask | None:
     """The mask of a call that has a fast path for it: without `seqs`, on arrays that are not JAX's. Else None."""
     mask = options.get("mask")
     if type(mask) is not BlockMask or options.get("seqs") is not None:
         return None
     # The compiled programs of `_jax/eager.py` take no mask.
-    return None if type(natives[kind]) is eager.JaxReader else mask
-
-
-def _of_starts(seqs: SeqLayout, repeat: Any) -> Any:
-    """What a repeated call is given for a layout whose starts are on the host. Kept with the layout for this call."""
-    found = seqs._calls.get(repeat)
-    if found is None:
-        found = vars(repeat)["of_starts"](seqs)
-        evict_if_full(seqs._calls, _MAX_KEPT)
-        seqs._calls[repeat] = found
-    return found
+    return None if type(native) is eager.JaxReader else mask
 
 
 def _bound(verb: Verb, seqs: Any, form: tuple[Any, ...]) -> Lengths:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 from rawattn import block_mask
 from rawattn._call import integers
 from rawattn._interop import arrays, native
-from rawattn._interop.native import View
+from rawattn._interop.native import View, _GeneratedReaders
+from rawattn._interop.readers import Attributes
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import on_gpu, planned
 from rawattn._verbs import fast_path, plan_arguments
@@ -44,34 +45,23 @@ class OnDevice:
         self.in_memory.memory.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
 
 
-class Native(Allocator):
+class Native(_GeneratedReaders, Allocator):
     """The functions of a framework that launch code uses, for arrays of `OnDevice`."""
 
     kinds = (OnDevice,)
 
     def __init__(self, device: Device) -> None:
-        super().__init__(device)
+        attributes = Attributes(
+            plain="isinstance({x}, kind)",
+            address="{x}.data.ptr",
+            form="{x}.shape, {x}.strides, {x}.dtype, 0",
+            tracked="False",
+            names={"kind": OnDevice},
+        )
+        _GeneratedReaders.__init__(self, attributes)
+        Allocator.__init__(self, device)
         self._on = device
         self.current = 0  # the handle of the current stream
-
-    def read(self, given: Sequence[Any], required: int) -> Any:
-        addresses: list[int] = []
-        form: list[Any] = []
-        together = 0
-        for x in given:
-            if isinstance(x, OnDevice):
-                addresses.append(x.data.ptr)
-                together |= x.data.ptr
-                form += (x.shape, x.strides, x.dtype, 0)
-            elif x is None and len(addresses) >= required:
-                addresses.append(0)
-                form.append(None)
-            else:
-                return None
-        return addresses, (*form, together & 15), False
-
-    def reader(self, count: int) -> Any:
-        return lambda *given: self.read(given, count)
 
     def allocator_like(
         self, shape: tuple[int, ...], dtype: Any, beside: Any

@@ -1,0 +1,135 @@
+"""Guarded calls: straight-line functions that repeat a call on arrays of one form, without looking the call up.
+
+A guarded call reads its arrays, compares their form with the one that it was made for (the guard), makes the results and
+launches. It takes three quarters of the time of a call that is found by its key (docs/notes/host-time.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rawattn._interop.native import Native
+from rawattn._interop.readers import Attributes
+from rawattn._runtime.runs import Lone
+
+# Takes the arrays of a call, and the array to write last if there is one. They have values: nothing traces the call
+# (`Native.is_traced`). Returns the caller's result. Returns None, and has done nothing, if the arrays are not of its form.
+GuardedCall = Callable[..., Any]
+
+_TEXT = """\
+def make(form, native, allocators, run, given, lone, integers, bounds, returned):
+    device, current_device, stream_of = native.current_device(), native.current_device, native.stream
+    launch, blocks, counters = lone
+    {allocators}
+    {bounds}
+    def call({arguments}):
+        try:
+            if not ({valid}):
+                return None
+            {addresses}
+            if ({form}) != form or {tracked} or current_device() != device:
+                return None
+        except RuntimeError:  # as in readers
+            return None
+        {overlap}
+        {results}
+        stream = {stream}
+        {launch}
+        return {returned}
+    return call
+"""
+_RUN = "run([{listed}], stream, native, given)"
+# The streams 0 and 1 are never captured, and are the same in all threads.
+_LAUNCH = """\
+if stream > 1:
+            run([{listed}], stream, native, given)
+        else:
+            launch([{listed}], blocks, stream)"""
+_LAUNCH_WITH_COUNTERS = """\
+found = counters.get(stream)
+        if stream > 1 or found is None:
+            run([{listed}], stream, native, given)
+        else:
+            launch([{listed}, *found[1]], blocks, stream)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of the addresses of a run.
+
+    slots: for each address before the integers the index of the given array, or None for an address that is 0; the results
+    that are made have the indices behind those of the given arrays. given, made: the numbers of both.
+    writes: whether the last given array is written. integers: whether slots of integers follow.
+    """
+
+    slots: tuple[int | None, ...]
+    given: int
+    made: int
+    writes: bool
+    integers: bool
+
+
+class Run(NamedTuple):
+    """How a guarded call launches: a function and its last argument. lone: the one launch that this function makes, if it is so
+    simple.
+    """
+
+    run: Callable[..., None]
+    given: Any
+    lone: Lone | None
+
+
+def guarded_call(
+    layout: Layout,
+    native: Native,
+    form: tuple[Any, ...],
+    allocators: Sequence[Callable[[], Any]],
+    run: Run,
+    integers: Sequence[Any],
+    bounds: Sequence[tuple[int, int]],
+    returned: Callable[[Sequence[Any]], Any],
+) -> GuardedCall:
+    """A guarded call for arrays of this form, on the device that is current now.
+
+    allocators: make the results. integers: slots behind the arrays' addresses.
+    bounds: for each other array the distances of an array to write at which they overlap (`on_gpu.overlap_bounds`).
+    returned: makes the caller's result of the outputs.
+    """
+    launching, lone = _RUN, run.lone or (None, 0, None)
+    if run.lone is not None:
+        launching = _LAUNCH if run.lone.counters is None else _LAUNCH_WITH_COUNTERS
+    make = _maker(native.attributes, layout, len(bounds), launching)
+    call: GuardedCall = make(
+        form, native, allocators, run.run, run.given, lone, integers, bounds, returned
+    )
+    return call
+
+
+@functools.lru_cache(maxsize=256)
+def _maker(
+    attributes: Attributes, layout: Layout, bounds: int, launching: str
+) -> Callable[..., GuardedCall]:
+    arrays = [f"x{n}" for n in range(layout.given)]
+    made = [f"r{n}" for n in range(layout.made)]
+    addresses = [f"{x}p" for x in (*arrays, *made)]
+    listed = ["0" if n is None else addresses[n] for n in layout.slots]
+    if layout.integers:
+        listed.append("*integers")
+    distances = [f"low{n} < {arrays[-1]}p - x{n}p < high{n}" for n in range(bounds)]
+    outputs = [*arrays[layout.given - layout.writes :], *made]
+    text = _TEXT.format(
+        allocators="; ".join(f"make_{r} = allocators[{n}]" for n, r in enumerate(made)),
+        arguments=", ".join(arrays),
+        bounds="; ".join(f"low{n}, high{n} = bounds[{n}]" for n in range(bounds)),
+        overlap=f"if {' or '.join(distances)}: return None" if bounds else "",
+        results="; ".join(f"{r} = make_{r}(); {r}p = {attributes.address_of(r)}" for r in made),
+        stream=attributes.stream,
+        launch=launching.format(listed=", ".join(listed)),
+        # A call that writes to no array of the caller returns its one result.
+        returned="r0" if outputs == ["r0"] else f"returned(({', '.join(outputs)},))",
+        **attributes.expressions(arrays),
+    )
+    return attributes.define(text, "make")

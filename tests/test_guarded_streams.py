@@ -1,0 +1,80 @@
+"""The streams of guarded calls: each has counters of its own, and a captured graph has too. Launches are counted, not run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from rawattn import SeqLayout
+from rawattn._runtime import graphs, on_gpu
+from tests.counting_gpu import Gpu
+
+CALLS = ["dense", "host lengths", "device lengths"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch, "sm_90a")
+
+
+def repeated(gpu: Gpu, kind: str) -> Callable[[], Any]:
+    """A call that has become a guarded call."""
+    q, k, v = gpu.arrays()
+    options: dict[str, Any] = {}
+    if kind != "dense":
+        q, k, v = (gpu.put(np.zeros((300, 4, 64), np.float16)) for _ in range(3))
+        starts: Any = np.array([0, 100, 300], np.int32)
+        if kind == "device lengths":
+            options = {"max_seqlen_q": 200, "max_seqlen_k": 200}
+            starts = gpu.put(starts)
+        options = {"seqs": SeqLayout(seqstart_q=starts, **options)}
+
+    def call() -> Any:
+        return rawattn.attention(q, k, v, **options)
+
+    for _ in range(5):
+        call()
+    return call
+
+
+def run_memory() -> Any:
+    (call,) = on_gpu._prepared.values()
+    return call.prepared.run_memory
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_stream_has_counters(kind: str, gpu: Gpu) -> None:
+    call = repeated(gpu, kind)
+    for gpu.own.current in (0, 8, 1, 8, 0):
+        before = len(gpu.device.launched)
+        call()
+        assert gpu.device.launched[before:] == ["rawattn_sm90_forward"]
+    assert set(run_memory().counters) == {0, 1, 8}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_thread_has_counters_on_its_default_stream(kind: str, gpu: Gpu) -> None:
+    call = repeated(gpu, kind)
+    gpu.own.current = 2
+    call()
+    thread = threading.Thread(target=call)  # this thread lives on, so its identifier is not reused
+    thread.start()
+    thread.join()
+    assert len(run_memory().counters) == 3
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_graph_has_counters(kind: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = repeated(gpu, kind)
+    made: list[int] = []
+    monkeypatch.setattr(graphs, "zeros", lambda nbytes, device: made.append(nbytes) or 1 << 20)
+    gpu.own.current = 8
+    for gpu.capturing in (True, False, True):
+        call()
+    assert len(made) == 2
+    assert set(run_memory().counters) == {0, 8}
