@@ -23,6 +23,7 @@ _TEXT = """\
 def make(form, native, allocators, run, given, lone, integers, bounds, returned):
     device, current_device, stream_of = native.current_device(), native.current_device, native.stream
     launch, blocks, counters = lone
+    tails = {{}} if counters is not None else {{0: integers, 1: integers}}
     {allocators}
     {bounds}
     def call({arguments}):
@@ -41,35 +42,31 @@ def make(form, native, allocators, run, given, lone, integers, bounds, returned)
         return {returned}
     return call
 """
-_RUN = "run([{listed}], stream, native, given)"
-# The streams 0 and 1 are never captured, and are the same in all threads.
+_RUN = "run([{listed}, *integers], stream, native, given)"
+# The streams 0 and 1 are never captured, and are the same in all threads: their counters stay where the first run has them.
 _LAUNCH = """\
-if stream > 1:
-            run([{listed}], stream, native, given)
+tail = tails.get(stream)
+        if tail is not None:
+            launch([{listed}, *tail], blocks, stream)
         else:
-            launch([{listed}], blocks, stream)"""
-_LAUNCH_WITH_COUNTERS = """\
-found = counters.get(stream)
-        if stream > 1 or found is None:
-            run([{listed}], stream, native, given)
-        else:
-            launch([{listed}, *found[1]], blocks, stream)"""
+            run([{listed}, *integers], stream, native, given)
+            if stream < 2:
+                tails[stream] = [*integers, *counters[stream][1]]"""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The order of the addresses of a run.
 
-    slots: for each address before the integers the index of the given array, or None for an address that is 0; the results
+    slots: for each address before those of lengths the index of the given array, or None for an address that is 0; the results
     that are made have the indices behind those of the given arrays. given, made: the numbers of both.
-    writes: whether the last given array is written. integers: whether slots of integers follow.
+    writes: whether the last given array is written.
     """
 
     slots: tuple[int | None, ...]
     given: int
     made: int
     writes: bool
-    integers: bool
 
 
 class Run(NamedTuple):
@@ -98,9 +95,7 @@ def guarded_call(
     bounds: for each other array the distances of an array to write at which they overlap (`on_gpu.overlap_bounds`).
     returned: makes the caller's result of the outputs.
     """
-    launching, lone = _RUN, run.lone or (None, 0, None)
-    if run.lone is not None:
-        launching = _LAUNCH if run.lone.counters is None else _LAUNCH_WITH_COUNTERS
+    launching, lone = (_RUN, (None, 0, None)) if run.lone is None else (_LAUNCH, run.lone)
     make = _maker(native.attributes, layout, len(bounds), launching)
     call: GuardedCall = make(
         form, native, allocators, run.run, run.given, lone, integers, bounds, returned
@@ -116,8 +111,6 @@ def _maker(
     made = [f"r{n}" for n in range(layout.made)]
     addresses = [f"{x}p" for x in (*arrays, *made)]
     listed = ["0" if n is None else addresses[n] for n in layout.slots]
-    if layout.integers:
-        listed.append("*integers")
     distances = [f"low{n} < {arrays[-1]}p - x{n}p < high{n}" for n in range(bounds)]
     outputs = [*arrays[layout.given - layout.writes :], *made]
     text = _TEXT.format(

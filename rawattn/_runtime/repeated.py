@@ -151,7 +151,7 @@ def repeated_call(
         return Repeated(repeat)
     found = {n: at for at, n in enumerate((*given, *made))}
     slots = tuple([found.get(n) for n in range(len(verb.names))])
-    layout = guarded.Layout(slots, len(given), len(made), writes, layout_in_key)
+    layout = guarded.Layout(slots, len(given), len(made), writes)
     apart = [bounds[n] for n in given[:-1]] if writes else ()
 
     def guarded_call(form: tuple[Any, ...], with_it: Any) -> GuardedCall:

@@ -140,7 +140,7 @@ def with_fast_path(
                         guarded = guarded_calls.get(guarded_key, _UNKNOWN)
                     elif type(seqs) is SeqLayout:
                         guarded_calls = seqs._calls
-                        guarded_key = name, options_key, len(arrays)
+                        guarded_key = (name, options_key, len(arrays)) if len(options) > 1 else name
                         guarded = guarded_calls.get(guarded_key, _UNKNOWN)
                 except (TypeError, RuntimeError):
                     # An option that cannot be hashed, or a tensor without a shape. The slow path raises the proper error.
