@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import rawattn
+from rawattn._interop.arrays import _frameworks as framework_of_type
 from rawattn._kernels.selection import only
 from rawattn._runtime import repeated
 from rawattn._verbs import fast_path
@@ -87,6 +89,23 @@ def test_calls_that_differ_in_keys_alone_take_turns(gpu: Framework) -> None:
         known(gpu, call)
     for _ in range(3):
         assert not any(called_anew(gpu, call) for call in calls)
+
+
+def test_frameworks_whose_arrays_have_one_shape_take_turns(
+    gpu: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(Array):
+        pass
+
+    monkeypatch.setattr(gpu, "kinds", (Array, Other))
+    gpu.attributes = replace(gpu.attributes, plain="isinstance({x}, kind)")
+    monkeypatch.setitem(framework_of_type, Other, "numpy")
+    others = [Other(x.address) for x in arrays()]
+    for _ in range(6):
+        rawattn.attention(*arrays())
+        rawattn.attention(*others)
+    made = [key for key, x in fast_path.closures_by_call["attention"].items() if callable(x)]
+    assert [key[0] for key in made] == [Array, Other]
 
 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=str)

@@ -1,7 +1,7 @@
 """Guarded calls: straight-line functions that repeat a call on arrays of one form, without looking the call up.
 
 A guarded call reads its arrays, compares their form with the one that it was made for (the guard), makes the results and
-launches. It takes three quarters of the time of a call that is found by its key (docs/notes/host-time.md).
+launches. A call that is found by its key does the same in several functions, with lists between them (docs/notes/host-time.md).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ tail = tails.get(stream)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The order of the addresses of a run.
+class Slots:
+    """Which arrays the addresses of a run belong to.
 
-    slots: for each address before those of lengths the index of the given array, or None for an address that is 0; the results
+    order: for each address before those of lengths the index of a given array, or None for an address that is 0; the results
     that are made have the indices behind those of the given arrays. given, made: the numbers of both.
     writes: whether the last given array is written.
     """
 
-    slots: tuple[int | None, ...]
+    order: tuple[int | None, ...]
     given: int
     made: int
     writes: bool
@@ -80,7 +80,7 @@ class Run(NamedTuple):
 
 
 def guarded_call(
-    layout: Layout,
+    slots: Slots,
     native: Native,
     form: tuple[Any, ...],
     allocators: Sequence[Callable[[], Any]],
@@ -96,7 +96,7 @@ def guarded_call(
     returned: makes the caller's result of the outputs.
     """
     launching, lone = (_RUN, (None, 0, None)) if run.lone is None else (_LAUNCH, run.lone)
-    make = _maker(native.attributes, layout, len(bounds), launching)
+    make = _maker(native.attributes, slots, len(bounds), launching)
     call: GuardedCall = make(
         form, native, allocators, run.run, run.given, lone, integers, bounds, returned
     )
@@ -105,14 +105,14 @@ def guarded_call(
 
 @functools.lru_cache(maxsize=256)
 def _maker(
-    attributes: Attributes, layout: Layout, bounds: int, launching: str
+    attributes: Attributes, slots: Slots, bounds: int, launching: str
 ) -> Callable[..., GuardedCall]:
-    arrays = [f"x{n}" for n in range(layout.given)]
-    made = [f"r{n}" for n in range(layout.made)]
+    arrays = [f"x{n}" for n in range(slots.given)]
+    made = [f"r{n}" for n in range(slots.made)]
     addresses = [f"{x}p" for x in (*arrays, *made)]
-    listed = ["0" if n is None else addresses[n] for n in layout.slots]
+    listed = ["0" if n is None else addresses[n] for n in slots.order]
     distances = [f"low{n} < {arrays[-1]}p - x{n}p < high{n}" for n in range(bounds)]
-    outputs = [*arrays[layout.given - layout.writes :], *made]
+    outputs = [*arrays[slots.given - slots.writes :], *made]
     text = _TEXT.format(
         allocators="; ".join(f"make_{r} = allocators[{n}]" for n, r in enumerate(made)),
         arguments=", ".join(arrays),

@@ -150,8 +150,8 @@ def repeated_call(
     if takes_mask_memo:
         return Repeated(repeat)
     found = {n: at for at, n in enumerate((*given, *made))}
-    slots = tuple([found.get(n) for n in range(len(verb.names))])
-    layout = guarded.Layout(slots, len(given), len(made), writes)
+    order = tuple([found.get(n) for n in range(len(verb.names))])
+    slots = guarded.Slots(order, len(given), len(made), writes)
     apart = [bounds[n] for n in given[:-1]] if writes else ()
 
     def guarded_call(form: tuple[Any, ...], with_it: Any) -> GuardedCall:
@@ -159,9 +159,7 @@ def repeated_call(
         own = last if of_starts is not None and isinstance(last, list) else launches
         lone = lone_of(own, prepared.run_memory)
         run = guarded.Run(launch, last, lone)
-        return guarded.guarded_call(
-            layout, native, form, allocators, run, integers, apart, returned
-        )
+        return guarded.guarded_call(slots, native, form, allocators, run, integers, apart, returned)
 
     return Repeated(repeat, of_starts, guarded_call)
 

@@ -91,7 +91,8 @@ def with_fast_path(
             option_arrays: tuple[Any, ...] = ()
             if len(args) < count:
                 args = _by_position(names, args, options)
-            kind = known.get(type(args[0])) if len(args) == count else None
+            first: Any = type(args[0]) if len(args) == count else None
+            kind = known.get(first)
             if kind is None:
                 return slow_path(args, options, None, (), None)
             native, reader, writer, is_traced = kind
@@ -109,7 +110,6 @@ def with_fast_path(
                     options_key = (*options, value, type(value))
                 else:
                     types = tuple(map(type, options.values()))
-                    first = type(args[0])
                     if BlockMask in types:
                         mask = _mask_with_fast_path(options, native)
                         if mask is None:
@@ -136,7 +136,9 @@ def with_fast_path(
                     if seqs is None:
                         guarded_calls = closures_by_call[name]
                         shape = args[0].shape
-                        guarded_key = (shape, options_key, len(arrays)) if options else shape
+                        guarded_key = first, shape
+                        if options:
+                            guarded_key = first, shape, options_key, len(arrays)
                         guarded = guarded_calls.get(guarded_key, _UNKNOWN)
                     elif type(seqs) is SeqLayout:
                         guarded_calls = seqs._calls
