@@ -1,8 +1,10 @@
-"""The streams of guarded calls: each has counters of its own, and a captured graph has too. Launches are counted, not run."""
+"""What guarded calls keep: counters of each stream and of a captured graph, but no layout. Launches are counted, not run."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -78,3 +80,27 @@ def test_a_graph_has_counters(kind: str, gpu: Gpu, monkeypatch: pytest.MonkeyPat
         call()
     assert len(made) == 2
     assert set(run_memory().counters) == {0, 8}
+
+
+@pytest.mark.parametrize("where", ["host", "device", "host, with lengths"])
+def test_a_layout_is_freed_with_its_guarded_calls(where: str, gpu: Gpu) -> None:
+    q, k, v = (gpu.put(np.zeros((300, 4, 64), np.float16)) for _ in range(3))
+    starts: Any = np.array([0, 100, 300], np.int32)
+    more: dict[str, Any] = {"seqlen_q": [90, 150], "seqlen_k": [90, 150]} if "with" in where else {}
+    seqs = SeqLayout(
+        seqstart_q=gpu.put(starts) if where == "device" else starts,
+        max_seqlen_q=200,
+        max_seqlen_k=200,
+        **more,
+    )
+    gc.collect()
+    gc.disable()  # what only the collector of cycles frees would keep memory of the GPU for longer
+    try:
+        for _ in range(5):
+            rawattn.attention(q, k, v, seqs=seqs)
+        assert any(callable(x) for x in seqs._calls.values())
+        freed = weakref.ref(seqs)
+        del seqs
+        assert freed() is None
+    finally:
+        gc.enable()
