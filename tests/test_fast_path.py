@@ -176,6 +176,18 @@ def test_a_gradient_is_not_lost_in_a_repeated_call(
     assert refused == [["q", "k", "v"]]
 
 
+def test_what_nothing_records_is_a_guarded_call(
+    gpu: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated.guarded, "is_recording", lambda: False)
+    known(gpu, lambda: rawattn.attention(*arrays()))
+    monkeypatch.setattr(fast_path, "is_recording", lambda: pytest.fail("no guarded call"))
+    q, k, v = arrays()
+    k.tracked = True
+    out = rawattn.attention(q, k, v)
+    assert gpu.launched[-1] == [q.address, k.address, v.address, out.address, 0]
+
+
 def test_a_write_of_a_repeated_call_is_told(
     gpu: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,9 +57,8 @@ class Native(Memory, Protocol):
 
     kinds: tuple[type, ...]  # of its arrays
     attributes: Attributes  # how they are read
-    is_traced: (
-        Callable[[], bool] | None
-    )  # whether a compiler traces the call, so that arrays have no values; None: never
+    # Whether a compiler traces the call, so that arrays have no values; None: never.
+    is_traced: Callable[[], bool] | None
 
     def read(self, arrays: Sequence[Any], required: int) -> Read | None:
         """Reads the arrays, of which some may be None, but not the first `required`. None unless all are plain arrays of the

@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rawattn._interop.arrays import is_recording
 from rawattn._interop.native import Native
 from rawattn._interop.readers import Attributes
 from rawattn._runtime.runs import Lone
 
 # Takes the arrays of a call, and the array to write last if there is one. They have values: nothing traces the call
-# (`Native.is_traced`). Returns the caller's result. Returns None, and has done nothing, if the arrays are not of its form.
+# (`Native.is_traced`). Returns the caller's result. Returns None, and has done nothing, if the arrays are not of its form or
+# their derivatives would be lost.
 GuardedCall = Callable[..., Any]
 
 _TEXT = """\
-def make(form, native, allocators, run, given, lone, integers, bounds, returned):
+def make(form, native, is_recording, allocators, run, given, lone, integers, bounds, returned):
     device, current_device, stream_of = native.current_device(), native.current_device, native.stream
     launch, blocks, counters = lone
     tails = {{}} if counters is not None else {{0: integers, 1: integers}}
@@ -31,7 +33,7 @@ def make(form, native, allocators, run, given, lone, integers, bounds, returned)
             if not ({valid}):
                 return None
             {addresses}
-            if ({form}) != form or {tracked} or current_device() != device:
+            if ({form}) != form or current_device() != device or ({tracked}) and is_recording():
                 return None
         except RuntimeError:  # as in readers
             return None
@@ -98,7 +100,16 @@ def guarded_call(
     launching, lone = (_RUN, (None, 0, None)) if run.lone is None else (_LAUNCH, run.lone)
     make = _maker(native.attributes, slots, len(bounds), launching)
     call: GuardedCall = make(
-        form, native, allocators, run.run, run.given, lone, integers, bounds, returned
+        form,
+        native,
+        is_recording,
+        allocators,
+        run.run,
+        run.given,
+        lone,
+        integers,
+        bounds,
+        returned,
     )
     return call
 

@@ -108,7 +108,7 @@ def repeated_call(
             launches = prepared.with_integers(lengths)
             launch = run_of(launches, prepared.run_memory)
 
-    def repeat_any(addresses: list[int], written: Any, with_it: Any) -> Any:
+    def repeat(addresses: list[int], written: Any, with_it: Any) -> Any:
         if current_device() != device:
             return None
         for n in absent:
@@ -132,21 +132,6 @@ def repeated_call(
         launch(addresses, stream_of(device), native, dense if with_it is None else with_it)
         return returned(results)
 
-    def repeat_one(addresses: list[int], written: Any, with_it: Any) -> Any:
-        if current_device() != device:
-            return None
-        result = allocators[0]()
-        addresses.append(address_of(result))
-        addresses += behind
-        if layout_in_key:
-            integers, with_it = with_it
-            addresses += integers
-        launch(addresses, stream_of(device), native, dense if with_it is None else with_it)
-        return result
-
-    # A call that makes one result and needs nothing else is repeated by fewer steps.
-    lean = len(allocators) == 1 and not (writes or absent or before)
-    repeat = repeat_one if lean else repeat_any
     if takes_mask_memo:
         return Repeated(repeat)
     found = {n: at for at, n in enumerate((*given, *made))}
