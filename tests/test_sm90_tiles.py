@@ -69,6 +69,7 @@ def tile(
     causal: bool,
     page_size: int = 0,
     operands: Operands = NO_OPERANDS,
+    window: int | None = None,
     **scores: Any,
 ) -> str:
     """The tile that a call on an H200 takes: blocks that share an SM, consumers x keys, "shared" if stream-K splits tiles."""
@@ -84,7 +85,7 @@ def tile(
             "rows_k": keys,
         },
         **{"max_seqlen_q": rows, "max_seqlen_k": keys, "ragged": bool(page_size)},
-        **{"window_left": None, "window_right": 0 if causal else None, "sink": 0},
+        **{"window_left": window, "window_right": 0 if causal else None, "sink": 0},
         **{"top_left": False, "scale": 1.0, "pages": form},
         **scores,
     )
@@ -144,6 +145,64 @@ def test_tiles_that_fill_the_machine(call: tuple[Any, ...], expected: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("batch", "rows", "heads", "headdim", "window", "expected"),
+    [
+        # Tiles of few rows meet fewer keys that their rows do not see. The length of the sequences does not matter.
+        (9, 338, (4, 4), 128, 58, "2 blocks 1 x 64"),
+        (4, 1979, (4, 1), 128, 34, "2 blocks 1 x 64"),
+        (4, 300, (12, 12), 64, 40, "3 blocks 1 x 64"),
+        (22, 2172, (4, 4), 64, 76, "4 blocks 1 x 48"),
+        (17, 7963, (8, 2), 64, 112, "4 blocks 1 x 48"),
+        (21, 276, (32, 8), 96, 189, "2 blocks 2 x 32"),
+        (3, 5609, (48, 12), 96, 28, "2 blocks 2 x 32"),
+        # Wide windows and calls that fill the GPU keep the first rows of the tables.
+        (8, 5057, (2, 2), 128, 1023, "3 x 64"),
+        (1, 16384, (32, 32), 64, 1024, "4 x 64"),
+        (6, 3962, (16, 16), 96, 789, "4 x 48"),
+    ],
+)
+def test_tiles_under_a_window(
+    batch: int, rows: int, heads: tuple[int, int], headdim: int, window: int, expected: str
+) -> None:
+    """The chosen tile is the fastest of those measured (docs/notes/hopper-forward.md)."""
+    assert tile(batch, rows, rows, heads, headdim, True, window=window) == expected
+
+
+def test_key_tiles_that_begin_before_a_window() -> None:
+    """A tile of 64 rows whose window begins inside a key tile meets that key tile too."""
+    q = np.broadcast_to(np.zeros((), np.float16), (1, 640, 1, 64))
+    fields = {"consumers": 1, "tile_k": 64}
+
+    def longest(window: int) -> float:
+        return time_estimate.duration(describe(q, q, q, window=(window, 0))[0], 132, fields, 1)
+
+    assert longest(64) < longest(65) == longest(128)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "longest", "heads", "headdim", "expected"),
+    [
+        # One or two sequences may be long, and the others then are short.
+        (4, 1561, 686, 16, 96, (3, 112)),
+        (23, 26785, 2219, 2, 96, (3, 112)),
+        (7, 7517, 1488, 3, 64, (3, 128)),
+        # Two short sequences: a consumer alone on its SM has all registers.
+        (2, 570, 450, 12, 64, (1, 128)),
+    ],
+)
+def test_tiles_of_unlike_lengths(
+    batch: int, rows: int, longest: int, heads: int, headdim: int, expected: tuple[int, int]
+) -> None:
+    """The chosen tile is the fastest of those measured (docs/notes/hopper-forward.md)."""
+    x = np.broadcast_to(np.zeros((), np.float16), (rows, heads, headdim))
+    lengths = {"group": True, "ragged": True, "batch": batch}
+    most = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    problem = replace(describe(x[None], x[None], x[None])[0], **lengths, **most)
+    config = sm90_forward.choose(problem, H200, Operands())
+    assert (config.consumers, config.tile_k) == expected
+
+
+@pytest.mark.parametrize(
     ("rows", "heads", "headdim", "causal", "expected"),
     [
         (4096, (2, 1), 64, True, "2 x 128, shared"),
@@ -167,7 +226,7 @@ def test_few_tiles_beside_a_bias(
 
 @pytest.mark.parametrize(("batch", "rows", "headdim"), [(64, 128, 64), (64, 197, 128)])
 def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) -> None:
-    """Blocks that share an SM fit it together. Only calls that do no more to scores than to scale them choose such tiles."""
+    """Blocks that share an SM fit it together. Only calls that scale and mask scores, and no more, choose such tiles."""
     q = np.broadcast_to(np.zeros((), np.float16), (batch, rows, 16, headdim))
 
     def chosen(**scores: Any) -> sm90_forward_config.Config:
@@ -181,7 +240,7 @@ def test_tiles_that_share_a_multiprocessor(batch: int, rows: int, headdim: int) 
     assert 128 * registers * config.blocks_per_sm <= 1 << 16
     # Of the 228 KiB of an SM the system reserves 1 KiB for each block.
     assert (config.shared_bytes + 1024) * config.blocks_per_sm <= 228 << 10
-    for scores in ({"softcap": 30.0}, {"window_left": 5}, {"dropout_p": 0.1}):
+    for scores in ({"softcap": 30.0}, {"dropout_p": 0.1}):
         assert chosen(**scores).blocks_per_sm == 1, scores
 
 
@@ -228,7 +287,7 @@ def test_blocks_that_share_a_multiprocessor() -> None:
     """Two blocks that share an SM each take longer than a block alone, but less than twice as long."""
     q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 64)) for n in (256, 4096))
     problem, _ = describe(q, k, k)
-    fields = {"consumers": 1, "tile_k": 64}  # 8 tiles
+    fields = {"consumers": 1, "tile_k": 32}  # 8 tiles, of a shape that has no correction
     alone = time_estimate.duration(problem, 8, fields, 1)
     assert alone < time_estimate.duration(problem, 4, fields, 1, 2) < 2 * alone
     assert alone == time_estimate.duration(problem, 8, fields, 1, 2)  # each has its own SM

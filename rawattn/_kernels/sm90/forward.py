@@ -57,7 +57,7 @@ _ROUNDS_ENOUGH_SCORED, _ROUNDS_ENOUGH_PLAIN = 2, 8
 _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _ONE_CONSUMER_SEQLEN = 512, 640, 64
 # The most query rows of a sequence under a mask whose blocks may share an SM.
 _SHORT_MASKED_SEQLEN = 400
-# The least seqlen_k for which blocks do not share an SM, because each of them reads all keys for itself.
+# The fewest keys of a query tile for which blocks do not share an SM, because each of them reads all of them for itself.
 _ONE_BLOCK_LEAST_KEYS = 1024
 # The largest head dim at which there are registers for a mask of keys beside a left window.
 _KEY_MASK_WINDOW_MAX_HEADDIM = 192
@@ -243,7 +243,11 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     shares_sm = _may_share_sm(problem, table, wide)
     # A block's only consumer can overlap its work on scores with the products of other blocks of the SM alone.
     longest = _SHORT_SCORED_SEQLEN if shares_sm and not plain else _SHORT_SEQLEN
-    short = not bound and problem.max_seqlen_q <= longest
+    length = problem.max_seqlen_q
+    if shares_sm and table == "left":
+        # Under a window the tiles of long sequences are as short as those of short ones.
+        length = min(length, time_estimate.fewest_and_most_keys(problem)[1])
+    short = not bound and length <= longest
     short &= shares_sm or problem.max_seqlen_q > _ONE_CONSUMER_SEQLEN
     limit = _ROUNDS_ENOUGH_PLAIN if plain else _ROUNDS_ENOUGH_SCORED
     if problem.ragged and not problem.group and problem.pages is None:
@@ -300,7 +304,10 @@ def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
     slots. They have none for a producer that looks up pages. Under a mask larger tiles are faster except for short
     sequences, since each tile walks its own list of key tiles and reads its bits.
     """
-    if problem.max_seqlen_k >= _ONE_BLOCK_LEAST_KEYS or problem.pages is not None:
+    keys = problem.max_seqlen_k
+    if table == "left":
+        keys = time_estimate.fewest_and_most_keys(problem)[1]
+    if keys >= _ONE_BLOCK_LEAST_KEYS or problem.pages is not None:
         return False
     if table == "masked":
         return problem.max_seqlen_q <= _SHORT_MASKED_SEQLEN
@@ -308,7 +315,7 @@ def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
         bias, slopes = problem.bias, problem.alibi_slopes
         alone = bias.dense and slopes is None if bias is not None else slopes is not None
         return alone and wide <= 64 and problem.softcap is None and problem.score_mod is None
-    return table in ("any", "long") and problem.plain_scores
+    return table in ("any", "long", "left") and problem.plain_scores
 
 
 def _blocks(fields: Mapping[str, Any]) -> int:

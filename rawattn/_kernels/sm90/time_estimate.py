@@ -38,8 +38,14 @@ _BEGIN_KEYS = {
 _PACES: dict[int, dict[tuple[int, int], float]] = {64: {(1, 48): 1.1, (2, 48): 0.95}, 256: {}}
 # The same for a block that has the few registers of blocks that share an SM, but has the SM to itself.
 _ALONE_ON_SM_PACES: dict[int, dict[tuple[int, int], float]] = {
-    64: {(2, 48): 1.45, (1, 48): 1.45},
+    64: {(1, 48): 1.45, (1, 64): 1.25, (2, 48): 1.45},
     96: {(2, 32): 1.65},
+    256: {},
+}
+# Those under a left window, in place of `_PACES`.
+_WINDOW_PACES: dict[int, dict[tuple[int, int], float]] = {
+    64: {(1, 48): 0.94},
+    96: {(2, 32): 0.8},
     256: {},
 }
 # Masking keys beyond the diagonal takes a tile as long as this many more keys.
@@ -78,7 +84,7 @@ def duration(
     blocks: int = 1,
     least: int = 0,
 ) -> float:
-    """The estimated time of a call, in the module's unit. Every sequence is taken to be as long as it may be.
+    """The estimated time of a call, in the module's unit. As many sequences as possible are taken to be as long as they may be.
 
     fields: of a row of the tile tables.
     heads: query heads whose rows share a tile.
@@ -87,8 +93,12 @@ def duration(
     rounds are split, of unlike ones those that are longer than an equal share of all work.
     """
     rows = 64 * fields["consumers"]
-    most, blocks = blocks, max(1, min(blocks, -(-count(problem, rows, heads) // multiprocessors)))
-    tiles = _tiles(problem, fields, heads, blocks, alone_on_sm=blocks == 1 < most)
+    parts = _of_equal_lengths(problem)
+    every = sum(count(part, rows, heads) for part in parts)
+    most, blocks = blocks, max(1, min(blocks, -(-every // multiprocessors)))
+    alone_on_sm = blocks == 1 < most
+    tiles = [each for part in parts for each in _tiles(part, fields, heads, blocks, alone_on_sm)]
+    tiles.sort(reverse=True)
     workers = multiprocessors * blocks
     times = [time for time, count in tiles for _ in range(count)]  # longest first
     if len(times) > _MOST_SIMULATED:
@@ -216,9 +226,10 @@ def count(problem: Problem, rows: int, heads: int) -> int:
 def _tiles(
     problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int, alone_on_sm: bool
 ) -> list[tuple[float, int]]:
-    """Pairs of a tile's time and how many tiles take it, longest first. alone_on_sm: see `_ALONE_ON_SM_PACES`."""
+    """Pairs of a tile's time and how many tiles take it. alone_on_sm: see `_ALONE_ON_SM_PACES`."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
-    paces = _ALONE_ON_SM_PACES if alone_on_sm else _PACES
+    paces = _PACES if problem.window_left is None else _WINDOW_PACES
+    paces = _ALONE_ON_SM_PACES if alone_on_sm else paces
     pace = _of_headdim(paces, problem).get((consumers, tile_k), 1.0)
     times, begin = _of_headdim(_TIMES, problem), _of_headdim(_BEGIN_KEYS, problem)
 
@@ -235,12 +246,12 @@ def _tiles(
         first, behind = n * rows, min((n + 1) * rows, problem.max_seqlen_q)
         # The keys decide the time of a tile of several heads, however few rows it has, so all its consumers count as busy.
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
-        keys = -(-_visible(problem, first, behind) // tile_k) * tile_k + masked
+        keys = tile_k * _key_tiles(problem, first, behind, tile_k) + masked
         time, alone = time_of(consumers, keys), time_of(busy, keys)
         found.append(
             (pace * (time - _IDLE_CONSUMER_SAVING * (time - alone)), max(1, round(copies)))
         )
-    return sorted(found, reverse=True)
+    return found
 
 
 _T = TypeVar("_T")
@@ -253,6 +264,19 @@ def _of_headdim(table: Mapping[int, _T], problem: Problem) -> _T:
 
 def _visible(problem: Problem, first: int, behind: int) -> int:
     """The number of keys that at least one of the query rows [first, behind) sees."""
+    begin, end = _seen(problem, first, behind)
+    return end - begin + min(problem.sink, begin)
+
+
+def _key_tiles(problem: Problem, first: int, behind: int, tile_k: int) -> int:
+    """The number of key tiles with such keys."""
+    begin, end = _seen(problem, first, behind)
+    begin //= tile_k
+    return -(-end // tile_k) - begin + min(-(-problem.sink // tile_k), begin)
+
+
+def _seen(problem: Problem, first: int, behind: int) -> tuple[int, int]:
+    """The keys in a window of the query rows [first, behind): the first, and the one behind the last."""
     keys = problem.max_seqlen_k
     offset = 0 if problem.top_left else keys - problem.max_seqlen_q
     begin, end = 0, keys
@@ -260,7 +284,30 @@ def _visible(problem: Problem, first: int, behind: int) -> int:
         end = min(keys, max(0, behind + offset + problem.window_right))
     if problem.window_left is not None:
         begin = min(end, max(0, first + offset - problem.window_left))
-    return end - begin + min(problem.sink, begin)
+    return begin, end
+
+
+def _of_equal_lengths(problem: Problem) -> list[Problem]:
+    """Problems of equally long sequences that together are this one.
+
+    In a packed batch as many sequences as its rows allow are as long as they may be. The others share the other rows.
+    """
+    if not problem.group:
+        return [problem]
+    most_q, most_k = max(1, problem.max_seqlen_q), problem.max_seqlen_k
+    longest = max(1, min(problem.batch, problem.rows_q // most_q))
+    found = [replace(problem, group=False, batch=longest)]
+    if others := problem.batch - longest:
+        q, k = problem.rows_q - longest * most_q, problem.rows_k - longest * most_k
+        rest = replace(
+            problem,
+            group=False,
+            batch=others,
+            max_seqlen_q=max(0, min(most_q, -(-q // others))),
+            max_seqlen_k=max(0, min(most_k, -(-k // others))),
+        )
+        found += [rest] if rest.max_seqlen_q else []
+    return found
 
 
 def averaged(problem: Problem) -> Problem:
