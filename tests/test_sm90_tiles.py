@@ -168,6 +168,32 @@ def test_tiles_under_a_window(
     assert tile(batch, rows, rows, heads, headdim, True, window=window) == expected
 
 
+def test_lengths_of_a_packed_batch() -> None:
+    """One sequence of many keys among others of few, and pages, whose keys nobody has counted."""
+    fields = {"consumers": 1, "tile_k": 32}
+    batch = replace(
+        CALL_OF_MANY,
+        **{"batch": 10, "nheads_q": 2, "nheads_kv": 2, "group": True, "ragged": True},
+        **{
+            "window_right": None,
+            "rows_q": 640,
+            "max_seqlen_q": 64,
+            "rows_k": 10_000 + 9 * 96,
+            "max_seqlen_k": 10_000,
+        },
+    )
+
+    def duration(problem: Problem, **sizes: Any) -> float:
+        return time_estimate.duration(replace(problem, **sizes), 1, fields, 1)
+
+    one = duration(batch, batch=1, rows_q=64, rows_k=10_000)
+    others = duration(batch, batch=9, rows_q=9 * 64, rows_k=9 * 96, max_seqlen_k=96)
+    assert duration(batch) == pytest.approx(one + others)
+    assert others < one
+    paged = replace(batch, rows_k=10_000, pages=PageForm(16, 6250, 625, False, "int32"))
+    assert duration(paged) == pytest.approx(10 * one)
+
+
 def test_key_tiles_that_begin_before_a_window() -> None:
     """A tile of 64 rows whose window begins inside a key tile meets that key tile too."""
     q = np.broadcast_to(np.zeros((), np.float16), (1, 640, 1, 64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rawattn._call.checks import check_apart
 from rawattn._call.layout import Lengths
@@ -19,9 +19,6 @@ from rawattn._runtime import graphs
 from rawattn._runtime.calls import Call, check_written, prepare
 from rawattn._runtime.option_arrays import caller_names_with_outputs
 from rawattn._runtime.verbs import Verb
-
-if TYPE_CHECKING:
-    pass
 
 Arrays = Sequence[Any]
 

@@ -281,7 +281,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     choices += [(fields, True) for fields in rows_of_tables if may_split and _blocks(fields) == 1]
     durations = [duration(each, problem) for each in choices]
     if problem.ragged and problem.group and problem.pages is None:
-        # Another row must win twice: with all sequences as long as they may be, and with all of the mean length.
+        # Another row must win twice: with lengths as unlike as they may be, and with all of the mean length.
         worth = _WORTH_CHANGING * durations[0]
         by_mean = [duration(each, time_estimate.averaged(problem)) for each in choices]
         durations = [

@@ -84,7 +84,7 @@ def duration(
     blocks: int = 1,
     least: int = 0,
 ) -> float:
-    """The estimated time of a call, in the module's unit. As many sequences as possible are taken to be as long as they may be.
+    """The estimated time of a call, in the module's unit, with sequences as long as they may be (`_of_equal_lengths`).
 
     fields: of a row of the tile tables.
     heads: query heads whose rows share a tile.
@@ -290,24 +290,22 @@ def _seen(problem: Problem, first: int, behind: int) -> tuple[int, int]:
 def _of_equal_lengths(problem: Problem) -> list[Problem]:
     """Problems of equally long sequences that together are this one.
 
-    In a packed batch as many sequences as its rows allow are as long as they may be. The others share the other rows.
+    In a packed batch as many sequences as its rows allow are as long as they may be; the others share the other rows. How many
+    keys lie in pages is not known, so there all sequences are taken to be as long as they may be.
     """
-    if not problem.group:
+    if not problem.group or problem.pages is not None:
         return [problem]
-    most_q, most_k = max(1, problem.max_seqlen_q), problem.max_seqlen_k
-    longest = max(1, min(problem.batch, problem.rows_q // most_q))
+    q = problem.rows_q, max(1, problem.max_seqlen_q)
+    k = problem.rows_k, max(1, problem.max_seqlen_k)
+    longest = max(1, min(problem.batch, *(rows // most for rows, most in (q, k))))
     found = [replace(problem, group=False, batch=longest)]
     if others := problem.batch - longest:
-        q, k = problem.rows_q - longest * most_q, problem.rows_k - longest * most_k
-        rest = replace(
-            problem,
-            group=False,
-            batch=others,
-            max_seqlen_q=max(0, min(most_q, -(-q // others))),
-            max_seqlen_k=max(0, min(most_k, -(-k // others))),
+        of_q, of_k = (
+            min(most, max(0, -(-(rows - longest * most) // others))) for rows, most in (q, k)
         )
-        found += [rest] if rest.max_seqlen_q else []
-    return found
+        rest = replace(problem, group=False, batch=others, max_seqlen_q=of_q, max_seqlen_k=of_k)
+        found.append(rest)
+    return [each for each in found if each.max_seqlen_q]
 
 
 def averaged(problem: Problem) -> Problem:
