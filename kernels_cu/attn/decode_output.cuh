@@ -4,6 +4,7 @@
 
 #include "attn/decode_tile.cuh"
 #include "attn/exponent.cuh"
+#include "attn/row_alone.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/shared_tile.cuh"
 #include "attn/stored_keys.cuh"
@@ -28,8 +29,9 @@ struct Output {
 
   DEVICE int first() const { return segment.tile * kTileQ; }
 
+  // Returns whether a column is NaN or infinite.
   template <int kFours>
-  DEVICE void write(int row, int first_column, MergedColumns<kFours> x) const {
+  DEVICE bool write(int row, int first_column, MergedColumns<kFours> x) const {
     const int head = segment.head + row % kHeads;
     if constexpr (kSinkLogits) x.add_sink(per_head(p.sink_logits, segment.sequence, head) * Exponent::kUnit);
     x.divide(value_factor(p, head));
@@ -42,6 +44,22 @@ struct Output {
     if (p.lse != nullptr && first_column == 0) {
       p.lse[segment.sequence * p.lse_batch + head * p.lse_head + segment.q.start + first() + row / kHeads] = x.lse();
     }
+    return x.has_nan();
+  }
+
+  // Computes NaN columns again (attn/row_alone.cuh): of the pieces [first, behind) of kColumns columns, which the wave
+  // has written. The pieces of a row, kPerRow of them, follow each other.
+  template <int kColumns, int kPerRow>
+  DEVICE void rewrite_nan(int first, int behind) const {
+    const auto out =
+        rows_of_heads<kHeads, Element>(p.out, p.out_strides, segment.sequence, segment.q, segment.head, this->first());
+#pragma unroll 1
+    for (int row = first / kPerRow; row * kPerRow < behind; row++) {
+      const int begin = first - row * kPerRow, end = behind - row * kPerRow;
+      const ColumnRange columns{(begin > 0 ? begin : 0) * kColumns, (end < kPerRow ? end : kPerRow) * kColumns};
+      attend_alone(p, segment.sequence, segment.head + row % kHeads, this->first() + row / kHeads, segment.q, segment.k,
+                   out.from(row).address(), NoMoreHidden{}, columns);
+    }
   }
 };
 
@@ -51,19 +69,30 @@ struct Output {
 template <int kAtOnce, class Part>
 DEVICE void merge(const Output& output, int thread, int count, const Part& part, Partials* destination) {
   constexpr int kFours = kRows * (kDepthV / 4) > kThreads ? 2 : 1, kColumns = 4 * kFours;
+  constexpr int kPerRow = kDepthV / kColumns;
+  const int pieces = output.segment.rows * kPerRow, lane = thread % target::kWave;
+  // The same turns for all lanes of a wave.
 #pragma unroll 1
-  for (int n = thread; n < output.segment.rows * (kDepthV / kColumns); n += kThreads) {
-    const int row = n / (kDepthV / kColumns), column = n % (kDepthV / kColumns) * kColumns;
-    MergedColumns<kFours> merged;
-    merged.template merge<kAtOnce>(count, row, column, part);
-    if (destination == nullptr) {
-      output.write(row, column, merged);
-    } else {
-      UNROLL for (int f = 0; f < kFours; f++) destination->out[row][column / 4 + f] = merged.out[f];
-      if (column == 0) {
-        destination->running_max[row] = merged.running_max;
-        destination->sum[row] = merged.sum;
+  for (int first = target::wave_uniform(thread - lane); first < pieces; first += kThreads) {
+    const int n = first + lane, row = n / kPerRow, column = n % kPerRow * kColumns;
+    bool nan = false;
+    if (n < pieces) {
+      MergedColumns<kFours> merged;
+      merged.template merge<kAtOnce>(count, row, column, part);
+      if (destination == nullptr) {
+        nan = output.write(row, column, merged);
+      } else {
+        UNROLL for (int f = 0; f < kFours; f++) destination->out[row][column / 4 + f] = merged.out[f];
+        if (column == 0) {
+          destination->running_max[row] = merged.running_max;
+          destination->sum[row] = merged.sum;
+        }
       }
+    }
+    if (kHidesFromSome && target::wave_any(nan)) {
+      target::wave_sync();
+      const int behind = first + target::kWave;
+      output.template rewrite_nan<kColumns, kPerRow>(first, behind < pieces ? behind : pieces);
     }
   }
 }

@@ -65,8 +65,16 @@ struct MaskBits {
 
   template <int kWords>
   DEVICE void load(HalfWords<kWords>& to, int row, int first_key) const {
-    to.load(bits + int64(row < rows ? row : rows - 1) * words, first_key / 16, words);
+    to.load(row_of(row), first_key / 16, words);
   }
+  // Whether a row sees a key.
+  DEVICE bool shows(int row, int key) const {
+    const int word = key / 16;
+    return (row_of(row)[word < words ? word : words - 1] >> key % 16 & 1) != 0;
+  }
+
+ private:
+  DEVICE const unsigned short* row_of(int row) const { return bits + int64(row < rows ? row : rows - 1) * words; }
 };
 
 // Which keys of a tile a lane's rows see, for a tile whose rows are queries. The bits are loaded before the scores are

@@ -91,6 +91,11 @@ struct MergedColumns {
     const float inverse = sum == 0.0f ? 0.0f : factor / sum;
     multiply(inverse);
   }
+  DEVICE bool has_nan() const {
+    float zero = 0.0f;
+    UNROLL for (int f = 0; f < kFours; f++) { UNROLL for (int i = 0; i < 4; i++) zero = fmaf(out[f].x[i], 0.0f, zero); }
+    return zero != 0.0f;
+  }
   DEVICE float lse() const {
     return running_max == -target::infinity() ? running_max : Exponent::logarithm(running_max, sum);
   }

@@ -12,6 +12,7 @@
 #include "attn/mask_bits.cuh"
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
+#include "attn/row_alone.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/queries.cuh"
 #include "attn/score_rule.cuh"
@@ -101,6 +102,30 @@ struct Queries {
   }
 };
 
+// The query tile of a block. Which piece of split keys is the block's does not matter.
+DEVICE WorkTile find_tile(const ForwardParams& p, int block) {
+  const int64 tile = kSplit ? block / p.splits.count : block;
+  WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, OrderOfWaves<>{p.order}, tile);
+  if constexpr (kPaged) {
+    if (work.exists) work.k.length = length_in_pages(p.pages, work.sequence, work.k.length);
+  }
+  return work;
+}
+
+// Computes the NaN columns of the tile's rows again (attn/row_alone.cuh). The tile is found anew: to keep it all along
+// would take registers.
+DEVICE void rewrite_nan(const ForwardParams& p) {
+  const WorkTile work = find_tile(p, target::wave_uniform(target::block_index()));
+  const auto out = rows_of<Element>(p.out, p.out_strides, work.sequence, work.q, work.head);
+  const int wave = target::wave_uniform(target::reload_thread_index() / target::kWave);
+  const int first = work.tile * kTileQ + wave * kWaveRows;
+#pragma unroll 1
+  for (int row = first; row < first + kWaveRows; row++) {
+    if (!target::wave_any(row < work.q.length)) break;
+    attend_alone(p, work.sequence, work.head, row, work.q, work.k, out.from(row).address());
+  }
+}
+
 }  // namespace forward
 
 KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forward(PARAMETER ForwardParams p) {
@@ -112,9 +137,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int wave = thread / target::kWave;
 
   const int64 tile = kSplit ? target::block_index() / p.splits.count : target::block_index();
-  WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, OrderOfWaves<>{p.order}, tile);
+  const WorkTile work = find_tile(p, target::block_index());
   if (!work.exists) return;
-  if constexpr (kPaged) work.k.length = length_in_pages(p.pages, work.sequence, work.k.length);
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
@@ -265,6 +289,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
     softmax.rescale(o);
   }
   softmax.divide(o, (kDropout ? p.dropout.factor : 1.0f) * value_factor(p, work.head));
+  const bool nan = has_hidden_nan(o);
   wait_copies_and_sync();
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     const int block_row = wave * kWaveRows + m * 16;
@@ -284,7 +309,16 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
       }
     }
   }
-  target::block_sync();
+  bool any_nan = false;  // in the block
+  if constexpr (kHidesFromSome) {
+    any_nan = target::block_any(nan);
+  } else {
+    target::block_sync();
+  }
   const auto out = rows_of<Element>(p.out, p.out_strides, work.sequence, work.q, work.head, first);
   CopyOut::store(out, rows, elements, thread);
+  if (kHidesFromSome && any_nan) {
+    target::block_sync();
+    rewrite_nan(p);
+  }
 }

@@ -160,6 +160,7 @@ DEVICE void store_tensor_5d(const TensorMap* map, const void* shared, int c0, in
   host::store_tensor(*map, shared, {c0, c1, c2, c3, c4});
 }
 DEVICE void commit_stores() { host::commit_stores(); }
+DEVICE void wait_stores() { host::wait_stores_read(); }  // the simulator reads and writes a store at once
 DEVICE void wait_stores_read() { host::wait_stores_read(); }
 
 DEVICE void wgmma_fence() { host::wgmma_fence(); }

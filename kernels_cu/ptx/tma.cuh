@@ -61,6 +61,8 @@ DEVICE void store_tensor_5d(const TensorMap* map, const void* shared, int c0, in
       : "memory");
 }
 DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until the committed stores are done: other accesses to what they wrote may follow.
+DEVICE void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 DEVICE void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace ptx

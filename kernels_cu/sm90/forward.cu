@@ -220,6 +220,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     }
 #pragma unroll 1
     for (int n = mine.end; n < span.end; n++) self.skip_tile();
+    bool nan;  // whether the lane's part of the stored output may have one
     if (is_whole(work)) {
       if constexpr (kSinkLogits) {
         softmax.add_sink(per_head(p.sink_logits, work.sequence, head) * Exponent::kUnit);
@@ -227,10 +228,12 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       }
       softmax.divide(o, output_factor(p, head));
       store<kTensorStores>(params, maps, s, work, o, softmax, head, first_row, self.lane);
+      nan = has_hidden_nan(o);
     } else {
       softmax.divide(o, output_factor(p, head));
-      store_partial(params, work, o, softmax);
+      nan = store_partial(params, work, o, softmax);
     }
+    if (kHidesFromSome && target::wave_any(nan)) rewrite_nan(p, work);
     // Every thread arrives, since each of them has read the work slot up to here.
     ptx::mbarrier_arrive(&s.work_empty[slot.slot]);
     slot.advance();

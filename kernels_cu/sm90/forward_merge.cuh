@@ -96,8 +96,10 @@ DEVICE bool is_whole(const WorkItem& work) { return work.whole; }
 
 // Leaves the partial result of the warp's 16 rows in a tile that is split: other items have the other keys. The last
 // warp to do so merges all partial results and stores the output.
-DEVICE void store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {}
-DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, const C (&o)[1][kOutBlocks],
+DEVICE bool store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {
+  return false;
+}
+DEVICE bool store_partial(const Sm90ForwardParams& p, const WorkItem& work, const C (&o)[1][kOutBlocks],
                           const Softmax& softmax) {
   // Read anew: otherwise what depends on the index would be computed before the loop over key tiles and kept across it.
   // The shuffle tells the compiler that the warp is the same for all lanes, which keeps the descriptors of products in
@@ -106,7 +108,7 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   const int lane = thread % 32, warp = target::wave_uniform(thread / 32);
   const TileRow own = tile_row(warp * 16);
   const int first_row = first_row_of(work, warp * 16, own);
-  if (!place_of(work, work.head + own.head, first_row, 0).real) return;
+  if (!place_of(work, work.head + own.head, first_row, 0).real) return false;
 
   const int wave = rank() * kConsumers * 4 + warp;
   Partial* partials = static_cast<Partial*>(p.partials) + wave;
@@ -117,10 +119,11 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   const TileSpan items = items_of(work);
   const int count = items.end - items.begin;
   unsigned* const arrived = p.arrived + work.split_index * kConsumerWarps + wave;
-  if (!target::wave_any(lane == 0 && static_cast<int>(target::fetch_add(arrived, 1u)) == count - 1)) return;
+  if (!target::wave_any(lane == 0 && static_cast<int>(target::fetch_add(arrived, 1u)) == count - 1)) return false;
   target::fence_device();
   if (lane == 0) *arrived = 0;  // for the next launch
   partials += int64(items.begin) * kConsumerWarps;
+  bool nan = false;
 #pragma unroll 1
   for (int part = 0; part < kOutputParts; part++) {
     C merged[1][kPartBlocks];
@@ -131,7 +134,9 @@ DEVICE void store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
     merge(merged, all, part * kPartBlocks, partials, count, sink, lane);
     store_rows(p.forward, work, merged, part * kPartBlocks, work.head + own.head, first_row, lane);
     if (part == 0) store_lse(p.forward, work, all, work.head + own.head, first_row, lane);
+    nan = nan || has_hidden_nan(merged);
   }
+  return nan;
 }
 
 }  // namespace forward

@@ -2,6 +2,7 @@
 // through a buffer in shared memory by TMA.
 #pragma once
 
+#include "attn/row_alone.cuh"
 #include "attn/rows.cuh"
 #include "sm90/forward_block.cuh"
 #include "tile/transpose.cuh"
@@ -98,6 +99,29 @@ DEVICE void store_boxes(const Sm90ForwardParams& p, const OutMaps& maps, OutBuff
                            work.head + own.head, at.outer, at.batch);
     }
     ptx::commit_stores();
+  }
+}
+
+// A predicate for keys that a mask of keys drops (sm90/forward_key_mask.cuh).
+DEVICE NoMoreHidden dropped_keys(const WorkTile&) { return {}; }
+DEVICE auto dropped_keys(const MaskedTile& work) {
+  return [&work](int key) { return key >= kMostMaskedKeys || (work.bits[key / 32] >> key % 32 & 1) == 0; };
+}
+
+// Computes the NaN columns of the warp's rows again (attn/row_alone.cuh).
+DEVICE void rewrite_nan(const ForwardParams& p, const Item& work) {
+  // Read anew, so that nothing that depends on it is computed before the loop over key tiles.
+  const int thread = target::reload_thread_index() - kWarpgroup;
+  if (kTensorStores && thread % 32 == 0) ptx::wait_stores();
+  target::wave_sync();
+  const TileRow own = tile_row(thread / 32 * 16);
+  const int first_row = first_row_of(work, thread / 32 * 16, own);
+#pragma unroll 1
+  for (int n = 0; n < 16; n++) {
+    const RowPlace at = place_of(work, work.head + own.head, first_row, n);
+    if (!target::wave_any(at.real)) continue;
+    Element* const out = row_at<Element>(p.out, p.out_strides, work.sequence, work.q.start + at.row, at.head);
+    attend_alone(p, work.sequence, at.head, at.row, work.q, work.k, out, dropped_keys(work));
   }
 }
 

@@ -58,6 +58,8 @@ DEVICE void wait_for_prior_kernels() {
 
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void wave_sync() { __syncwarp(); }
+// block_sync(), and whether any thread's predicate is true.
+DEVICE bool block_any(bool predicate) { return __syncthreads_or(predicate); }
 // Named barrier `id`, which must not be 0 (that is block_sync()'s). It opens when `threads` threads have come.
 // barrier_sync() waits for that; barrier_arrive() only counts the caller's threads and goes on.
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

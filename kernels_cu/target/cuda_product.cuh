@@ -136,6 +136,8 @@ struct Mma16Bit {
     return a;
   }
   DEVICE static unsigned to_pair(float low, float high);
+  // zeros + 0 * pair: NaN where the pair has a NaN or an infinity.
+  DEVICE static unsigned fold_nan(unsigned pair, unsigned zeros);
   // The i-th pair of a lane's elements.
   DEVICE static unsigned pair(const B& b, int i) { return b.r[i]; }
   // A 16 x 16 accumulator has, element by element, the layout of an A operand.
@@ -172,6 +174,11 @@ struct Mma;
     unsigned pair;                                                                                              \
     asm("cvt.rn." name "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));                                \
     return pair;                                                                                                \
+  }                                                                                                             \
+  template <>                                                                                                   \
+  DEVICE unsigned Mma16Bit<T>::fold_nan(unsigned pair, unsigned zeros) {                                        \
+    asm("fma.rn." name "x2 %0, %1, %2, %0;" : "+r"(zeros) : "r"(pair), "r"(0));                                 \
+    return zeros;                                                                                               \
   }                                                                                                             \
   template <>                                                                                                   \
   DEVICE void Mma16Bit<T>::multiply_add(C& c, const A& a, const B& b) {                                         \

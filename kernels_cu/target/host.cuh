@@ -59,6 +59,7 @@ unsigned char* shared_pointer(unsigned address);
 // for.
 void meet_wave(const char* name, int detail, Combine combine, void* payload);
 void meet_block();
+bool block_any(bool predicate);
 void launch_dependents();
 void wait_for_prior_kernels();
 void named_barrier(int id, int threads, bool wait);
@@ -98,6 +99,7 @@ DEVICE unsigned grid_size() { return static_cast<unsigned>(host::grid_size()); }
 DEVICE void launch_dependents() { host::launch_dependents(); }
 DEVICE void wait_for_prior_kernels() { host::wait_for_prior_kernels(); }
 DEVICE void block_sync() { host::meet_block(); }
+DEVICE bool block_any(bool predicate) { return host::block_any(predicate); }
 DEVICE void barrier_sync(int id, int threads) { host::named_barrier(id, threads, true); }
 DEVICE void barrier_arrive(int id, int threads) { host::named_barrier(id, threads, false); }
 DEVICE void wave_sync() {

@@ -282,6 +282,11 @@ struct Mma {
     static_assert(sizeof(T) == 2, "two fill a register");
     return from_float<T>(low).bits | static_cast<unsigned>(from_float<T>(high).bits) << 16;
   }
+  // zeros + 0 * pair: NaN where the pair has a NaN or an infinity.
+  DEVICE static unsigned fold_nan(unsigned pair, unsigned zeros) {
+    const auto half = [](unsigned x, int n) { return to_float(T{static_cast<unsigned short>(x >> 16 * n)}); };
+    return to_pair(half(zeros, 0) + 0.0f * half(pair, 0), half(zeros, 1) + 0.0f * half(pair, 1));
+  }
   // A 16 x 16 accumulator has, element by element, the layout of an A operand.
   DEVICE static A from_accumulator(const C& c) {
     static_assert(kAccumulatorFeedsA, "the layouts differ");

@@ -22,6 +22,7 @@ struct Block {
   int syncs;              // block_syncs and cluster_syncs that it has passed
   int threads;            // threads that have not exited
   bool early;             // it has called launch_dependents
+  int last_vote;          // the last block_any for which a thread's predicate was true
 };
 
 extern Launch launch;

@@ -49,6 +49,7 @@ struct Fiber {
   void* payload;
   Condition condition;
   bool waited;  // it has called wait_for_prior_kernels
+  int votes;    // how many times it has called block_any
 };
 
 Context scheduler;
@@ -295,7 +296,7 @@ void run_waves() {
 void run_cluster(int first_block) {
   for (int n = 0; n < launch.cluster; n++) {
     Block& block = blocks[n];
-    block = {first_block + n, block.shared, 0, launch.threads, false};
+    block = {first_block + n, block.shared, 0, launch.threads, false, 0};
     memset(block.shared, kPoison, (launch.shared_bytes + kPage - 1) / kPage * kPage);
   }
   for (size_t n = 0; n < fibers.size(); n++) {
@@ -303,6 +304,7 @@ void run_cluster(int first_block) {
     fiber.waits = Waits::kNot;
     fiber.name = "";
     fiber.waited = false;
+    fiber.votes = 0;
     prepare(fiber.context, stacks + n * (kStackBytes + kPage), kStackBytes, thread_main);
   }
   cluster_syncs = 0;
@@ -370,6 +372,14 @@ void meet_wave(const char* name, int detail, Combine combine, void* payload) {
   wait(Waits::kWave, name, detail, combine, payload);
 }
 void meet_block() { wait(Waits::kBlock, "block_sync", 0, nullptr, nullptr); }
+bool block_any(bool predicate) {
+  const int vote = ++running_fiber().votes;
+  if (predicate) blocks[rank].last_vote = vote;
+  meet_block();
+  const bool any = blocks[rank].last_vote == vote;
+  meet_block();  // nobody votes again before all have read
+  return any;
+}
 void meet_cluster() { wait(Waits::kCluster, "cluster_sync", 0, nullptr, nullptr); }
 
 void wait_until(const char* name, const Condition& condition) {
