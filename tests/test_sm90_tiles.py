@@ -168,6 +168,28 @@ def test_tiles_under_a_window(
     assert tile(batch, rows, rows, heads, headdim, True, window=window) == expected
 
 
+@pytest.mark.parametrize(
+    ("call", "option", "expected"),
+    [
+        ((4, 3082, (16, 16), 64, 54), "softcap", "3 blocks 1 x 64"),
+        ((6, 3170, (16, 4), 96, 41), "alibi_slopes", "2 blocks 2 x 32"),
+        ((3, 1412, (8, 8), 128, 269), "alibi_slopes", "2 blocks 1 x 64"),
+        ((1, 4527, (32, 8), 64, 54), "alibi_slopes", "4 blocks 1 x 48"),
+        # Here a softcap leaves no registers for blocks that share an SM.
+        ((11, 3231, (4, 4), 128, 53), "softcap", "3 x 64"),
+    ],
+    ids=str,
+)
+def test_tiles_of_scores_under_a_window(
+    call: tuple[Any, ...], option: str, expected: str
+) -> None:
+    """The chosen tile is the fastest of those measured (docs/notes/hopper-forward.md)."""
+    batch, rows, heads, headdim, window = call
+    given: Any = 30.0 if option == "softcap" else PerHeadForm(True, "float32")
+    got = tile(batch, rows, rows, heads, headdim, True, window=window, **{option: given})
+    assert got == expected
+
+
 def test_lengths_of_a_packed_batch() -> None:
     """One sequence of many keys among others of few, and pages, whose keys nobody has counted."""
     fields = {"consumers": 1, "tile_k": 32}

@@ -25,8 +25,8 @@ constexpr bool kHidesFromSome =
     config::kLeft || config::kRight || config::kBlockMask || config::kBias > 0 || config::kScoreMod;
 
 // Whether the output of a wave's tile, in its accumulators, may have a NaN of a hidden value. Such a NaN is in a column
-// of all rows of the tile, so the lane's first row tells. With a bias it may be in any row: a bias of -inf does not hide
-// a score that is NaN.
+// of all rows of the tile, so the lane's first row tells. With a bias it may be in any row: a bias of -inf does not
+// hide a score that is NaN.
 template <class C, int kRowBlocks, int kColumnBlocks>
 DEVICE bool has_hidden_nan(const C (&x)[kRowBlocks][kColumnBlocks]) {
   if constexpr (!kHidesFromSome) return false;

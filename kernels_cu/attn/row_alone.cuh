@@ -39,8 +39,7 @@ DEVICE void attend_alone(const ForwardParams& p, int sequence, int head, int i, 
   const auto v = rows_of_keys<config::kPaged, const StoredKey>(p.v, p.v_strides, p.pages, sequence, k_span, kv_head);
   const ScoresAlone scores(p, sequence, head, q_span.length, k_span.length);
   const int end = target::wave_uniform(scores.visible.row(i).right + 1);
-  float* const lse =
-      p.lse == nullptr ? nullptr : p.lse + sequence * p.lse_batch + head * p.lse_head + q_span.start + i;
+  float* const lse = p.lse == nullptr ? nullptr : p.lse + sequence * p.lse_batch + head * p.lse_head + q_span.start + i;
   const bool nan_lse = lse != nullptr && columns.begin == 0 && *lse != *lse;
 
   const auto read = [&](int column) {

@@ -6,7 +6,8 @@
 //   types      float16, bfloat16, float8 (e4m3); int64
 //   index      thread_index(), reload_thread_index(), block_index(), grid_size(), kWave (lanes of a wave)
 //   numbers    infinity()
-//   order      block_sync(), block_any(predicate), wave_sync(), barrier_sync(id, threads), barrier_arrive(id, threads), fence_device()
+//   order      block_sync(), block_any(predicate), wave_sync(), barrier_sync(id, threads), barrier_arrive(id, threads),
+//              fence_device()
 //   launches   launch_dependents(), wait_for_prior_kernels()
 //   exchange   shuffle(x, lane), shuffle_xor(x, mask), wave_any(predicate), wave_max(x), wave_count(predicate),
 //              wave_uniform(x)

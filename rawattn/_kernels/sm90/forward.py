@@ -301,8 +301,9 @@ def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
     """Whether several blocks may share an SM.
 
     Such blocks have registers for plain scores and for masks, and up to head dim 64 for ALiBi or for a bias that comes to
-    slots. They have none for a producer that looks up pages. Under a mask larger tiles are faster except for short
-    sequences, since each tile walks its own list of key tiles and reads its bits.
+    slots. Under a window they also have them for ALiBi or for a score function, and up to head dim 96 for a softcap. They have
+    none for a producer that looks up pages. Under a mask larger tiles are faster except for short sequences, since each tile
+    walks its own list of key tiles and reads its bits.
     """
     keys = problem.max_seqlen_k
     if table == "left":
@@ -315,7 +316,11 @@ def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
         bias, slopes = problem.bias, problem.alibi_slopes
         alone = bias.dense and slopes is None if bias is not None else slopes is not None
         return alone and wide <= 64 and problem.softcap is None and problem.score_mod is None
-    return table in ("any", "long", "left") and problem.plain_scores
+    if table == "left":
+        options = (problem.softcap, problem.alibi_slopes, problem.score_mod)
+        alone = sum(option is not None for option in options) == 1
+        return problem.plain_scores or (alone and (problem.softcap is None or wide <= 96))
+    return table in ("any", "long") and problem.plain_scores
 
 
 def _blocks(fields: Mapping[str, Any]) -> int:
