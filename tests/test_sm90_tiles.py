@@ -185,7 +185,7 @@ def test_tiles_of_scores_under_a_window(
 ) -> None:
     """The chosen tile is the fastest of those measured (docs/notes/hopper-forward.md)."""
     batch, rows, heads, headdim, window = call
-    given: Any = 30.0 if option == "softcap" else PerHeadForm(True, "float32")
+    given = 30.0 if option == "softcap" else ArrayForm("float32", (heads[0],), (heads[0],))
     got = tile(batch, rows, rows, heads, headdim, True, window=window, **{option: given})
     assert got == expected
 
