@@ -180,9 +180,7 @@ def test_tiles_under_a_window(
     ],
     ids=str,
 )
-def test_tiles_of_scores_under_a_window(
-    call: tuple[Any, ...], option: str, expected: str
-) -> None:
+def test_tiles_of_scores_under_a_window(call: tuple[Any, ...], option: str, expected: str) -> None:
     """The chosen tile is the fastest of those measured (docs/notes/hopper-forward.md)."""
     batch, rows, heads, headdim, window = call
     given = 30.0 if option == "softcap" else ArrayForm("float32", (heads[0],), (heads[0],))
