@@ -36,17 +36,26 @@ def hiding(batch: int, heads: int, rows: int, keys: int) -> dict[str, dict[str, 
     }
 
 
-def inputs(shapes: tuple[tuple[int, ...], ...], dtype: Any, seed: int = 0) -> Inputs:
-    """Arrays of which some keys have a NaN and some values a NaN or an infinity, in one column or in all."""
-    rng = np.random.default_rng(seed)
+def inputs(shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Inputs:
+    """Arrays of which a key has a NaN and some values have a NaN or an infinity, in one column or in all.
+
+    One or two in each head of each sequence, where causal rows and windows end or begin: some rows of the head see it.
+    """
+    rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    keys = k.shape[1]
-    for array, count in ((k, 2), (v, 5)):
-        for key in rng.permutation(keys // 2)[:count] + keys // 2:
-            head = int(rng.integers(array.shape[2]))
-            columns = slice(None) if key % 2 else slice(3, 4)
-            number = np.inf if array is v and key % 3 == 0 else np.nan
-            array[key % len(array), key, head, columns] = number
+    batch, keys, heads, _ = k.shape
+    of_diagonal = min(q.shape[1], keys) // 2
+    places = [
+        (v, keys - 1),
+        (k, keys - 2),
+        (v, of_diagonal),
+        (v, keys - 23),
+        (v, keys - 3),
+        (v, keys // 2),
+    ]
+    for n, (array, key) in enumerate(places):
+        columns = slice(None) if n == 2 else slice(3, 4)
+        array[n % batch, key, n // batch % heads, columns] = np.inf if n == 4 else np.nan
     return q, k, v
 
 
@@ -54,6 +63,8 @@ def check(given: Inputs, out: np.ndarray, lse: np.ndarray, **options: Any) -> No
     """Check that results are NaN or infinite where the reference's are, and right elsewhere."""
     exact, exact_lse = reference.attention(*given, **options, return_lse=True)
     numbers = np.isfinite(exact)
+    rows = numbers.all(axis=-1)
+    assert (rows.any(axis=1) & ~rows.all(axis=1)).any(), "no head has rows of both kinds"
     np.testing.assert_array_equal(np.isfinite(out.astype(np.float64)), numbers)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(exact_lse))
     error = np.abs(out.astype(np.float64)[numbers] - exact[numbers]).max()
