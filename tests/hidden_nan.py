@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rawattn import ScoreMod, reference
+from rawattn import Gradients, ScoreMod, reference
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -71,3 +71,70 @@ def check(given: Inputs, out: np.ndarray, lse: np.ndarray, **options: Any) -> No
     assert error <= (2e-5 if given[0].dtype == np.float32 else 0.03), error
     known = np.isfinite(exact_lse)
     np.testing.assert_allclose(lse[known], exact_lse[known], atol=1e-2)
+
+
+def hiding_in_backward(
+    batch: int, heads: int, rows: int, keys: int, dtype: Any = BFLOAT16
+) -> dict[str, dict[str, Any]]:
+    """As `hiding`, and forms of a bias of this dtype and of a score function of which gradients are made in different ways."""
+    rng = np.random.default_rng(6)
+    bias = rng.standard_normal((batch, heads, rows, keys)).astype(dtype)
+    bias[rng.random(bias.shape) < 0.3] = -np.inf
+    by_row = rng.standard_normal(rows).astype(np.float32)
+    return {
+        **hiding(batch, heads, rows, keys),
+        "bias-of-scores": {"bias": bias, "causal": True},
+        "bias-of-sequences": {"bias": bias[:1]},
+        "bias-of-heads": {"bias": bias[:1, :1], "window": (40, 30)},
+        "bias-of-keys": {"bias": bias[:1, :, :1], "causal": True},
+        "bias-of-rows": {
+            "bias": np.where(np.isinf(bias), bias.dtype.type(1), bias)[:, :1, :, :1],
+            "causal": True,
+        },
+        "captured": {"score_mod": ScoreMod("score * x[q_idx]", x=by_row, wrt="x"), "causal": True},
+    }
+
+
+def gradient_inputs(given: Inputs, where: str, **options: Any) -> tuple[np.ndarray, ...]:
+    """dout, q, k, v, out and lse of a backward.
+
+    where: whether NaN is in "keys" and values, or in "rows" of q and dout.
+    """
+    rng = np.random.default_rng(9)
+    q, k, v = (x.copy() for x in given)
+    dout = rng.standard_normal((*q.shape[:-1], v.shape[-1])).astype(q.dtype)
+    for array in (k, v):
+        array[~np.isfinite(array)] = np.nan if where == "keys" else 0
+    for n, array in enumerate((q, dout) if where == "rows" else ()):
+        for head in range(0, q.shape[2], 2):
+            array[n % len(q), int(rng.integers(q.shape[1] // 3)), head, 2 : 3 + 5 * head] = np.nan
+    out, lse = reference.attention(q, k, v, **options, return_lse=True)
+    return dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
+
+
+def check_gradients(given: tuple[np.ndarray, ...], got: Gradients, **options: Any) -> None:
+    """Check that gradients have NaN in the rows in which the reference's have some, and are right elsewhere.
+
+    Elements of dbias are compared one by one.
+    """
+    exact = reference.attention_backward(*given, **options)
+    wanted_by_name, found_by_name = (
+        {k: x for k, x in (each._asdict() | (each.captured or {})).items() if k != "captured"}
+        for each in (exact, got)
+    )
+    for name, wanted in wanted_by_name.items():
+        ours = found_by_name[name]
+        assert (wanted is None) == (ours is None), name
+        if wanted is None:
+            continue
+        ours, nan, found = ours.astype(np.float64), np.isnan(wanted), np.isnan(ours)
+        if name in ("dq", "dk", "dv"):
+            nan, found = nan.any(axis=-1), found.any(axis=-1)
+        if "dropout_p" in options:  # what is dropped may come to nothing instead
+            assert not np.any(found & ~nan), name
+        else:
+            np.testing.assert_array_equal(found, nan, err_msg=name)
+        assert name != ("dk" if np.isnan(given[0]).any() else "dq") or not nan.all(), name
+        error = np.linalg.norm(ours[~nan] - wanted[~nan])
+        # Terms of a bias of rows cancel: nothing but their errors is left.
+        assert error <= 0.02 * np.linalg.norm(wanted[~nan]) + 1e-4, (name, error)

@@ -31,6 +31,7 @@ from tests.sanitized_calls import (
     decoded_calls,
     gathered_calls,
     matrix,
+    nan_calls,
     page_calls,
 )
 
@@ -52,7 +53,7 @@ def run_calls(part: int, parts: int) -> int:
     # In a memory pool, an access outside an array would still hit allocated memory.
     cupy.cuda.set_allocator(None)
     junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
-    ours = [*page_calls(), *append_calls(), *gathered_calls(), *decoded_calls()]
+    ours = [*page_calls(), *append_calls(), *gathered_calls(), *decoded_calls(), *nan_calls()]
     mine = [*matrix(), *FORMS, *ours, *junk][part::parts]
     for call in mine:
         if isinstance(call, Step):

@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn._kernels.selection import only
 from rawattn._kernels.sm90.forward import LONG_SEQLEN
-from tests import gradients
+from tests import gradients, hidden_nan
 from tests.append import Appended, appended
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import unaligned
@@ -26,6 +26,8 @@ from tests.gpu.test_gather import RULES
 from tests.gpu.test_gather import test_calls as check_gathered
 from tests.gpu.test_gather import test_few_rows as check_gathered_rows
 from tests.gpu.test_gather import test_gradients as check_gathered_gradients
+from tests.gpu.test_hidden_nan import check_call as check_hidden_nan
+from tests.gpu.test_hidden_nan import differentiate as check_nan_gradients
 from tests.gpu.test_masks import blocky
 from tests.gpu.test_masks import test_few_rows_on_many_keys as check_few_rows
 from tests.gpu.test_masks import test_ranges_and_predicates as check_ranges_and_predicates
@@ -408,6 +410,36 @@ def decoded_calls() -> list[Callable[[], None]]:
         partial(check_short_sequences, (300, 20, 0, 255, 31), (8, 8)),
         partial(check_short_sequences, (90,), (35, 7)),
         partial(check_ranges_and_predicates),
+    ]
+
+
+def nan_calls() -> list[Callable[[], None]]:
+    """Results with NaN of hidden keys and rows, which kernels compute again."""
+    hiding, in_backward = (
+        hidden_nan.hiding(2, 4, 70, 90),
+        hidden_nan.hiding_in_backward(2, 4, 70, 96),
+    )
+    one_tile = hidden_nan.hiding_in_backward(2, 4, 40, 30)
+    return [
+        *(
+            partial(check_hidden_nan, family, 64, how, (70, 90))
+            for family in ("sm90", "portable")
+            for how in ({"causal": True}, hiding["window"], hiding["mask"], hiding["bias"])
+        ),
+        *(
+            partial(check_hidden_nan, "decode", 64, how, (5, 300))
+            for how in ({"causal": True}, {"window": (20, 9), "sink": 3})
+        ),
+        *(
+            partial(check_nan_gradients, where, options, 70, 96, 64, deterministic=n % 2 == 1)
+            for n, options in enumerate(in_backward.values())
+            for where in ("keys", "rows")
+        ),
+        *(
+            partial(check_nan_gradients, where, one_tile[how], 40, 30, 64)
+            for how in ("top-left", "score_mod", "bias")
+            for where in ("keys", "rows")
+        ),
     ]
 
 

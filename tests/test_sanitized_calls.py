@@ -18,7 +18,9 @@ from tests import dry_gpu
 dry_gpu.stand_in_for_the_gpu()
 dry_gpu.look_away()
 from tests import sanitized_calls as calls
-more = (calls.page_calls, calls.append_calls, calls.gathered_calls, calls.decoded_calls)
+more = (
+    calls.page_calls, calls.append_calls, calls.gathered_calls, calls.decoded_calls, calls.nan_calls
+)
 for call in [*(step.run for step in calls.matrix()), *(call for make in more for call in make())]:
     with contextlib.suppress(Exception):
         call()
@@ -39,6 +41,7 @@ _NEVER_ON = {
     "rawattn_backward_bias.kNeedsScore",
     "rawattn_backward_dq.kFloat8",
     "rawattn_backward_dq.kModLine",
+    "rawattn_backward_finish.kFloat8",
     "rawattn_decode.kDropout",
     "rawattn_decode.kNeedsScore",
     "rawattn_sm90_decode.kDropout",

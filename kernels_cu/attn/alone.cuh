@@ -9,7 +9,6 @@
 // kernel's own loops.
 #pragma once
 
-#include "attn/added_scores.cuh"
 #include "attn/dropout.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/params.cuh"

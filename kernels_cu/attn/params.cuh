@@ -305,6 +305,8 @@ struct BackwardParams {
   int64 captured_at[8];
   // query rows of a section, summed over its kv heads, which blocks running at once share in the L2 cache
   int section_queries;
+  // not 0: gradients may have NaN of hidden keys or queries; null where none can be hidden from some rows alone
+  int* found_nan;
 };
 
 // Copies the gradient of a captured array out of its sums, and makes these zeros again.

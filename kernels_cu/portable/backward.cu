@@ -29,6 +29,7 @@
 #include "portable/gradient_part.cuh"
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
+#include "portable/rewrite_gradients.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/copy.cuh"
@@ -75,6 +76,15 @@ DEVICE void copy_bias(Element* tile, const Bias& bias, int64 at, int first_row, 
     const bool exists = first_key + column < bias.keys;
     target::copy_async<16>(tile + row * kPitchBias + column, data + real * bias.row + first_key + column, exists);
   }
+}
+
+// Computes NaN of the gradients of a block again where it has all keys of a sequence. Called by all threads when these
+// gradients are in memory. It finds the block's work anew, so that nothing is kept for it.
+OUT_OF_LINE void rewrite_nan(const BackwardParams& p) {
+  const KeyWorkTile work = find_part(p, target::block_index()).work;
+  const int thread = target::reload_thread_index();
+  gradients_alone::rewrite_sequence(p, work.sequence, work.kv_head, work.q, work.k,
+                                    target::wave_uniform(thread / target::kWave), kWaves, thread % target::kWave);
 }
 
 }  // namespace backward
@@ -361,8 +371,16 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   }
 
   wait_copies_and_sync();
+  [[maybe_unused]] bool nan = false;
   if (kWithDq && before.exists) {
     add_dq_of(before, earlier(buffer));
+    if constexpr (kOneKeyTile && kHidesFromSome) {
+      // A NaN in a key that no row sees comes to dq alone. The last row sees all keys that any row sees.
+      if (kScoreMod || query_tiles.visible.row(work.q.length - 1).right < work.k.length - 1) {
+        nan = CopyK::has_nan(elements + kKeysAt, thread);
+      }
+      if (nan) *p.found_nan = 1;
+    }
     target::block_sync();
   }
   const float factor = kFromGradientUnit * (owns_dk ? f.scores.scale : kDropout ? f.dropout.factor : 1.0f);
@@ -383,6 +401,16 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   target::block_sync();
   const auto dk = rows_of<Element>(p.dk, p.dk_strides, work.sequence, work.k, work.kv_head, first_key);
   const auto dv = rows_of<Element>(p.dv, p.dv_strides, work.sequence, work.k, work.kv_head, first_key);
-  CopyK::store(dk, keys, elements + kKeysAt, thread);
-  CopyV::store(dv, keys, elements + kValuesAt, thread);
+  if constexpr (kHidesFromSome) {
+    const bool nan_of_keys = CopyK::store_and_look(dk, keys, elements + kKeysAt, thread);
+    const bool nan_of_values = CopyV::store_and_look(dv, keys, elements + kValuesAt, thread);
+    // Gradients that have a NaN are computed again: of one key tile here, else by portable/backward_finish.cu.
+    if (nan_of_keys || nan_of_values) *p.found_nan = 1;
+    if constexpr (kOneKeyTile) {
+      if (target::block_any(nan || nan_of_keys || nan_of_values)) rewrite_nan(p);
+    }
+  } else {
+    CopyK::store(dk, keys, elements + kKeysAt, thread);
+    CopyV::store(dv, keys, elements + kValuesAt, thread);
+  }
 }

@@ -5,6 +5,7 @@
 // memory, so the order of additions is always the same. portable/backward.cu without dQ does the rest. Each wave owns
 // kRowBlocks * 16 query rows.
 #include "attn/added_scores.cuh"
+#include "attn/alone.cuh"
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/params.cuh"
@@ -179,7 +180,12 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
           float& x = dp[m][b].x[e];
           x = s[m][b].x[e] * (kDropout ? x + delta[m][C::slot(e)] : x);
           // A value that the row does not see may be anything, NaN too, and so may dP.
-          if constexpr (kBlockMask) x = s[m][b].x[e] == 0.0f ? 0.0f : x;
+          if constexpr (kBlockMask || kCaptured) x = s[m][b].x[e] == 0.0f ? 0.0f : x;
+          // Where a row's lse is a number, scores that it sees are, and a NaN is of a key that the bias hides.
+          if constexpr (kCaptured && kBias > 0) {
+            const float lse = probability.lse[m][C::slot(e)];
+            if (s[m][b].x[e] != s[m][b].x[e] && lse == lse) x = 0.0f;
+          }
           // A masked element stays 0, whatever the derivative is there (it may be NaN).
           if constexpr (kHasDerivative && !kCaptured) x = s[m][b].x[e] == 0.0f ? 0.0f : x * derivative[m][b].x[e];
         }
@@ -211,5 +217,11 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
     }
   }
   target::block_sync();
-  CopyQ::store(rows_of<Element>(p.dq, p.dq_strides, work.sequence, work.q, work.head, first), rows, elements, thread);
+  const auto result = rows_of<Element>(p.dq, p.dq_strides, work.sequence, work.q, work.head, first);
+  if constexpr (kHidesFromSome) {
+    // Computed again by portable/backward_finish.cu.
+    if (CopyQ::store_and_look(result, rows, elements, thread)) *p.found_nan = 1;
+  } else {
+    CopyQ::store(result, rows, elements, thread);
+  }
 }

@@ -1,11 +1,13 @@
 // dk and dv where several blocks of the backward shared a key tile: adds up their parts (portable/gradient_part.cuh),
 // always in the same order. A wave takes one physical row of keys. Where rows are few, several waves share a row. Rows
-// of no sequence are not touched. kSplitSinks: only the first p.sink_rows rows of each sequence have parts.
+// of no sequence are not touched. A NaN is noted for portable/backward_finish.cu. kSplitSinks: only the first
+// p.sink_rows rows of each sequence have parts.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
+#include "tile/nan.cuh"
 
 namespace backward_parts {
 
@@ -15,16 +17,12 @@ using C = target::Mma<Element>::C;
 constexpr int kWaves = kThreads / target::kWave;
 constexpr int kChunk = kCopyBytes / int(sizeof(Element));
 
-struct alignas(kCopyBytes) Vector {
-  Element x[kChunk];
-};
-
 // Adds up one row of a gradient, which has kColumns columns for each head. sums: the row in the first part; that of the
 // next part is `apart` floats further on. first: the lane's first piece of the row. Lanes of all waves that share the
 // row take its pieces in turn.
 template <int kColumns>
 DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int64 apart, const BackwardParams& p,
-                   int first) {
+                   int first, NanSum<Element>& nan) {
   constexpr int kChunks = kColumns / kChunk;
   for (int i = first; i < p.forward.nheads_kv * kChunks; i += target::kWave << p.key_row_shift) {
     const int head = i / kChunks;
@@ -34,9 +32,13 @@ DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int6
       const float* const own = sums + part * apart + int64(head) * kDepth;
       UNROLL for (int j = 0; j < kChunk; j++) x[j] += own[(column + j) / 16 * 16 + C::position((column + j) % 16)];
     }
-    Vector vector;
-    UNROLL for (int j = 0; j < kChunk; j++) vector.x[j] = target::from_float<Element>(x[j]);
-    *reinterpret_cast<Vector*>(gradient + head * head_stride + column) = vector;
+    struct alignas(kCopyBytes) {
+      Element x[kChunk];
+    } piece;
+    UNROLL for (int j = 0; j < kChunk; j++) piece.x[j] = target::from_float<Element>(x[j]);
+    const auto& stored = *reinterpret_cast<const Chunk<kCopyBytes>*>(&piece);
+    *reinterpret_cast<Chunk<kCopyBytes>*>(gradient + head * head_stride + column) = stored;
+    nan.add_stored(stored);
   }
 }
 
@@ -79,8 +81,10 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_parts(PARAMETER 
   const float* const dv = p.part_sums + own.row_in_part * columns;
   const float* const dk = dv + p.parts * own.rows_per_part * columns;
   const int first = share * target::kWave + lane;
+  NanSum<Element> nan;
   add_up<kHeadDim>(row_at<Element>(p.dk, p.dk_strides, own.batch, own.row), p.dk_strides.head, dk,
-                   own.rows_per_part * columns, p, first);
+                   own.rows_per_part * columns, p, first, nan);
   add_up<kHeadDimV>(row_at<Element>(p.dv, p.dv_strides, own.batch, own.row), p.dv_strides.head, dv,
-                    own.rows_per_part * columns, p, first);
+                    own.rows_per_part * columns, p, first, nan);
+  if (nan.any() && p.found_nan != nullptr) *p.found_nan = 1;
 }

@@ -1,6 +1,7 @@
-// The first step of the backward: computes row_delta, which dS needs of each query row, and clears the sums of dq.
+// The first step of the backward: computes row_delta, which dS needs of each query row, and clears the sums of dq and
+// the note of NaN.
 //
-//   row_delta = dlse - dout . out, 0 where lse is -inf        dq_sum = 0
+//   row_delta = dlse - dout . out, 0 where lse is -inf        dq_sum = 0        found_nan = 0
 //
 // A wave takes one physical row, kHeadsAtOnce heads at a time. Where rows are few, several waves share the heads of a
 // row. Rows of no sequence are not touched.
@@ -49,6 +50,7 @@ DEVICE void prepare(const BackwardParams& p, int block) {
   const int lane = target::thread_index() % target::kWave;
   const int64 index = int64(block) * kWaves + wave;
   const int shares = 1 << p.query_row_shift, share = static_cast<int>(index & (shares - 1));
+  if (p.found_nan != nullptr && block == 0 && target::thread_index() == 0) *p.found_nan = 0;
   const PhysicalRow own = physical_row<true>(f.q_side, f.batch, index >> p.query_row_shift);
   if (!own.logical) return;
 

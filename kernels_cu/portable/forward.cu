@@ -102,9 +102,10 @@ struct Queries {
   }
 };
 
-// The query tile of a block. Which piece of split keys is the block's does not matter.
-DEVICE WorkTile find_tile(const ForwardParams& p, int block) {
-  const int64 tile = kSplit ? block / p.splits.count : block;
+// The number of a block's query tile. The blocks that split its keys have the same.
+DEVICE int64 tile_number(const ForwardParams& p, int block) { return kSplit ? block / p.splits.count : block; }
+
+DEVICE WorkTile find_tile(const ForwardParams& p, int64 tile) {
   WorkTile work = find_work_tile<kRagged, kRight, kTileQ>(p, OrderOfWaves<>{p.order}, tile);
   if constexpr (kPaged) {
     if (work.exists) work.k.length = length_in_pages(p.pages, work.sequence, work.k.length);
@@ -115,7 +116,7 @@ DEVICE WorkTile find_tile(const ForwardParams& p, int block) {
 // Computes the NaN columns of the tile's rows again (attn/row_alone.cuh). The tile is found anew: to keep it all along
 // would take registers.
 DEVICE void rewrite_nan(const ForwardParams& p) {
-  const WorkTile work = find_tile(p, target::wave_uniform(target::block_index()));
+  const WorkTile work = find_tile(p, tile_number(p, target::wave_uniform(target::block_index())));
   const auto out = rows_of<Element>(p.out, p.out_strides, work.sequence, work.q, work.head);
   const int wave = target::wave_uniform(target::reload_thread_index() / target::kWave);
   const int first = work.tile * kTileQ + wave * kWaveRows;
@@ -136,8 +137,8 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
 
-  const int64 tile = kSplit ? target::block_index() / p.splits.count : target::block_index();
-  const WorkTile work = find_tile(p, target::block_index());
+  const int64 tile = tile_number(p, target::block_index());
+  const WorkTile work = find_tile(p, tile);
   if (!work.exists) return;
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;

@@ -95,7 +95,8 @@ DEVICE bool is_whole(const WorkTile&) { return true; }
 DEVICE bool is_whole(const WorkItem& work) { return work.whole; }
 
 // Leaves the partial result of the warp's 16 rows in a tile that is split: other items have the other keys. The last
-// warp to do so merges all partial results and stores the output.
+// warp to do so merges all partial results and stores the output. Returns whether the lane's part of a stored output
+// may have a NaN of a hidden value.
 DEVICE bool store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {
   return false;
 }

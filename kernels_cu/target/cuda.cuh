@@ -3,6 +3,7 @@
 #pragma once
 
 #define DEVICE __device__ __forceinline__
+#define OUT_OF_LINE __device__ __noinline__
 #define KERNEL extern "C" __global__
 // The byte offset of a field in a struct, as a constant expression. NVRTC before 13.1 has no offsetof.
 #define OFFSET_OF(type, field) __INTADDR__(&(((type*)0)->field))
@@ -26,6 +27,12 @@ struct bfloat16 {
 namespace target {
 
 constexpr int kWave = 32;
+// The threads that an SM holds at once.
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+constexpr int kThreadsOfSm = 1536;
+#else
+constexpr int kThreadsOfSm = 2048;
+#endif
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 DEVICE int thread_index() { return threadIdx.x; }

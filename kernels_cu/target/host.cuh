@@ -27,6 +27,7 @@ float tanhf(float) noexcept;
 }
 
 #define DEVICE inline
+#define OUT_OF_LINE inline
 #define KERNEL extern "C"
 #define OFFSET_OF(type, field) __builtin_offsetof(type, field)
 #define LAUNCH_BOUNDS(threads, blocks)
@@ -76,6 +77,7 @@ void multiply_add(float* c, const float* a, const float* b, int depth);
 namespace target {
 
 constexpr int kWave = RAWATTN_WAVE;
+constexpr int kThreadsOfSm = 2048;
 static_assert(kWave == 32 || kWave == 64, "RAWATTN_WAVE is 32 or 64");
 
 DEVICE float float_of(unsigned bits) {

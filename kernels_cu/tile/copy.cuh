@@ -3,6 +3,7 @@
 #pragma once
 
 #include "target/target.cuh"
+#include "tile/nan.cuh"
 #include "tile/rows.cuh"
 
 DEVICE constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -126,6 +127,28 @@ struct RowCopy {
         }
       }
     }
+  }
+
+  // As store(). Returns whether any element that the thread has stored is NaN or an infinity.
+  template <class Rows>
+  DEVICE static bool store_and_look(const Rows& rows, int valid, const T* tile, int thread) {
+    NanSum<T> sum;
+    each_chunk(rows, thread, [&](int row, int column, T* destination) {
+      if (row < valid && (kColumns == kPadded || column < kColumns)) {
+        const auto chunk = *reinterpret_cast<const Chunk<kBytes>*>(tile + row * kPitch + column);
+        *reinterpret_cast<Chunk<kBytes>*>(destination) = chunk;
+        sum.add_stored(chunk);
+      }
+    });
+    return sum.any();
+  }
+
+  // Whether any element of the tile that the thread visits is NaN or an infinity.
+  DEVICE static bool has_nan(const T* tile, int thread) {
+    NanSum<T> sum;
+    each_chunk(StridedRows<const T>{tile, kPitch}, thread,
+               [&](int, int, const T* own) { sum.add_stored(*reinterpret_cast<const Chunk<kBytes>*>(own)); });
+    return sum.any();
   }
 
   template <class Rows>

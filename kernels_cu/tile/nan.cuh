@@ -20,6 +20,24 @@ struct NanSum {
       numbers[n % kSums] = fmaf(x, 0.0f, fmaf(y, 0.0f, numbers[n % kSums]));
     }
   }
+  // Adds the elements of words of memory.
+  template <class Words>
+  DEVICE void add_stored(const Words& words) {
+    constexpr int kWords = (sizeof(Words) + 3) / 4;
+    unsigned word[kWords];
+    if constexpr (sizeof(Words) == 2) {
+      word[0] = words.x;
+    } else {
+      UNROLL for (int n = 0; n < kWords; n++) word[n] = reinterpret_cast<const unsigned*>(&words)[n];
+    }
+    UNROLL for (int n = 0; n < kWords; n++) {
+      if constexpr (sizeof(T) == 2) {
+        pairs[n % kSums] = target::Mma<T>::fold_nan(word[n], pairs[n % kSums]);
+      } else {
+        numbers[n % kSums] = fmaf(target::float_of(word[n]), 0.0f, numbers[n % kSums]);
+      }
+    }
+  }
   DEVICE bool any() const {
     unsigned common = 0;
     UNROLL for (int n = 0; n < kSums; n++) {

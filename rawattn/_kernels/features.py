@@ -53,6 +53,12 @@ class Features:
     paged: bool = False  # keys and values are in pages
     float8: bool = False  # pages hold 8-bit elements
 
+    @property
+    def hides_from_some(self) -> bool:
+        """Whether a tile may have keys that only some of its rows see (kHidesFromSome in kernels_cu/attn/alone.cuh)."""
+        masks = self.left or self.right or self.block_mask
+        return masks or self.bias > 0 or self.score_mod is not None
+
     def active(self) -> frozenset[str]:
         """The names of the features that are on."""
         return frozenset(name for name in _NAMES if getattr(self, name))

@@ -340,6 +340,11 @@ BACKWARD = _struct(
         "section_queries",
         "query rows of a section, summed over its kv heads, which blocks running at once share in the L2 cache",
     ),
+    (
+        "int*",
+        "found_nan",
+        "not 0: gradients may have NaN of hidden keys or queries; null where none can be hidden from some rows alone",
+    ),
 )
 CAPTURED_GRADIENT = _struct(
     "CapturedGradientParams",

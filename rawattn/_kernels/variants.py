@@ -119,7 +119,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
                 portable_backward.choose_dq(problem, target, operands).source(),
                 portable_backward.prepare_source(problem, width),
                 *([portable_backward.setup_source(problem, width)] if ragged else []),
-                portable_backward.finish_source(problem, width, main.unit_shift),
+                portable_backward.finish(main, width, with_sums=True).source(),
             )
         )
 

@@ -140,11 +140,8 @@ def attention(
         s = scale * (q . k);  softcap;  score_mod;  s += bias;  s += alibi;  hidden keys: s = -inf
         lse = log(sum(exp(s)) + exp(sink_logit));  p = exp(s - lse);  dropout of p;  out = p v
 
-    A row that sees no key has out 0 and lse -inf. On a GPU, a NaN in a key or value within the logical length may reach a
-    row that does not see this key, if the row visits the tile that holds it. That is so for keys hidden by `causal`, by
-    `window`, by a bias of -inf, by a `score_mod` that gives -inf, or by a `mask` that shows the key to another row of the
-    head. A key that `mask` hides from all rows of a head reaches none of them. To keep out garbage at the end of sequences,
-    pass lengths in `seqs`. For garbage elsewhere, pass a `mask` that hides it from all rows; a bias of -inf is not enough.
+    A row that sees no key has out 0 and lse -inf. A NaN in a key or value reaches the rows that see this key and no others,
+    whatever hides it from them: `causal`, `window`, `mask`, a bias of -inf, or a `score_mod` that gives -inf.
 
     Raises
     ------

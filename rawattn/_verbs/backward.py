@@ -80,7 +80,7 @@ def attention_backward(
         slopes that a `ScoreMod` captures have one.
 
     Rows that see no key have dq 0; keys that no query sees have dk = dv = 0. The contents of padding rows, NaN included,
-    never affect a gradient.
+    never affect a gradient. A NaN in q, k, v or dout reaches only gradients of queries and keys that see each other.
 
     Raises
     ------

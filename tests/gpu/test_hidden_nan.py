@@ -1,4 +1,4 @@
-"""NaN in keys and values reaches only rows that see them (attn/row_alone.cuh)."""
+"""NaN reaches only what sees it (attn/row_alone.cuh, portable/gradients_alone.cuh)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ HIDING = hidden_nan.hiding(2, 4, 300, 420)
 
 
 def moved(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: on_gpu(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    found = {name: on_gpu(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    mod = options.get("score_mod")
+    if mod is not None:
+        found["score_mod"] = mod.with_arrays({name: on_gpu(x) for name, x in mod.arrays.items()})
+    return found
 
 
 def attend(given: hidden_nan.Inputs, family: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -28,13 +32,19 @@ def attend(given: hidden_nan.Inputs, family: str, **options: Any) -> tuple[np.nd
     return out.get(), lse.get()
 
 
+def check_call(family: str, headdim: int, options: dict[str, Any], sizes: tuple[int, int]) -> None:
+    """sizes: of queries and of keys."""
+    rows, keys = sizes
+    shapes = ((2, rows, 4, headdim), (2, keys, 2, headdim), (2, keys, 2, headdim))
+    given = hidden_nan.inputs(shapes, hidden_nan.BFLOAT16)
+    hidden_nan.check(given, *attend(given, family, **options), **options)
+
+
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("headdim", [64, 128, 256])
 @pytest.mark.parametrize("family", ["sm90", "portable"])
 def test_many_rows(family: str, headdim: int, how: str) -> None:
-    shapes = ((2, 300, 4, headdim), (2, 420, 2, headdim), (2, 420, 2, headdim))
-    given = hidden_nan.inputs(shapes, hidden_nan.BFLOAT16)
-    hidden_nan.check(given, *attend(given, family, **HIDING[how]), **HIDING[how])
+    check_call(family, headdim, HIDING[how], (300, 420))
 
 
 @pytest.mark.parametrize("how", HIDING)
@@ -68,3 +78,60 @@ def test_pages(rows: int, page_size: int, how: dict[str, Any]) -> None:
         seqlen_k=on_gpu(np.full(2, keys, np.int32)), return_lse=True, **how,
     )  # fmt: skip
     hidden_nan.check(given, out.get(), lse.get(), **how)
+
+
+IN_BACKWARD = hidden_nan.hiding_in_backward(2, 4, 300, 424)
+IN_FLOAT32 = hidden_nan.hiding_in_backward(2, 4, 300, 424, np.float32)
+
+
+def differentiate(
+    where: str,
+    options: dict[str, Any],
+    rows: int,
+    keys: int,
+    headdim: int,
+    dtype: Any = hidden_nan.BFLOAT16,
+    **more: Any,
+) -> None:
+    arrays = (2, rows, 4, headdim), (2, keys, 2, headdim), (2, keys, 2, headdim)
+    given = hidden_nan.gradient_inputs(hidden_nan.inputs(arrays, dtype), where, **options)
+    got = rawattn.attention_backward(*map(on_gpu, given), **moved(options), **more)
+    on_host = {
+        k: x.get() for k, x in got._asdict().items() if hasattr(x, "get") and k != "captured"
+    }
+    captured = got.captured and {k: x.get() for k, x in got.captured.items()}
+    hidden_nan.check_gradients(given, got._replace(**on_host, captured=captured), **options)
+
+
+@pytest.mark.parametrize("how", IN_BACKWARD)
+@pytest.mark.parametrize("where", ["keys", "rows"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("headdim", [64, 128, 200])
+def test_backward(headdim: int, deterministic: bool, where: str, how: str) -> None:
+    differentiate(where, IN_BACKWARD[how], 300, 424, headdim, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("how", IN_BACKWARD)
+@pytest.mark.parametrize("where", ["keys", "rows"])
+def test_backward_float32(where: str, how: str) -> None:
+    differentiate(where, IN_FLOAT32[how], 300, 424, 40, np.float32)
+
+
+ONE_TILE = hidden_nan.hiding_in_backward(2, 4, 150, 60)
+
+
+@pytest.mark.parametrize("how", ["causal", "top-left", "bias", "bias-of-scores", "score_mod"])
+@pytest.mark.parametrize("where", ["keys", "rows"])
+@pytest.mark.parametrize("headdim", [64, 96, 256])
+def test_backward_of_one_key_tile(headdim: int, where: str, how: str) -> None:
+    """The main kernel writes dq itself."""
+    differentiate(where, ONE_TILE[how], 150, 60, headdim)
+
+
+@pytest.mark.parametrize("where", ["keys", "rows"])
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "align": "top-left"}, {"window": (3000, 0), "sink": 5}], ids=str
+)
+def test_backward_of_shared_key_tiles(options: dict[str, Any], where: str) -> None:
+    """Several blocks share a key tile: of the few that there are, or of those with sink tokens."""
+    differentiate(where, options, 3000, 200 if "align" in options else 3500, 64)

@@ -13,7 +13,7 @@ from rawattn._kernels import attention_params, helper_params, params, structs
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import ragged_setup
-from rawattn._kernels.portable.backward_config import Config, DqConfig, dq_pitch
+from rawattn._kernels.portable.backward_config import ROW_THREADS, Config, DqConfig, dq_pitch
 from tests.memory import Strided
 from tests.shim.launch import (
     Machine,
@@ -69,6 +69,9 @@ class Backward:
         fields["row_delta"] = self._keep(
             Memory("row_delta", np.full(shape, np.nan, np.float32), readonly=False)
         )
+        fields["found_nan"] = self._keep(
+            Memory("found_nan", np.full(1, -1, np.int32), readonly=False)
+        )
         self.q_side, self.k_side = self._side("q", lengths.q), self._side("k", lengths.k)
         # Lengths and starts keep the form that the case gives them. Launch code would convert those of the host.
         forward["q_side"], forward["k_side"] = self.q_side, self.k_side
@@ -117,7 +120,7 @@ class Backward:
             if exact_grid:
                 tiles = tiles_of(order)
         copy = config.copy_bytes
-        rows_of = {"threads": portable_backward.ROW_THREADS, "memory": self._memory}
+        rows_of = {"threads": ROW_THREADS, "memory": self._memory}
         if problem.ragged:
             self._set_up(machine, copy, row_grid, fill=fill)
         else:
@@ -132,7 +135,7 @@ class Backward:
             memory=self._memory,
         )
         if config.with_dq:
-            finish = portable_backward.finish_source(problem, copy, config.unit_shift)
+            finish = portable_backward.finish(config, copy, with_sums=True).source()
             machine.run(finish, filled, grid=row_grid, **rows_of)
         else:
             self._run_dq(machine, dq_config)
@@ -177,7 +180,7 @@ class Backward:
             portable_backward.setup_source(problem, copy),
             whole,
             grid=row_grid + blocks_of(setup),
-            threads=portable_backward.ROW_THREADS,
+            threads=ROW_THREADS,
             shared_bytes=ragged_setup.SHARED_BYTES,
             memory=self._memory,
         )

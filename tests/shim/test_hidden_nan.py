@@ -1,4 +1,4 @@
-"""NaN in keys and values reaches only rows that see them (attn/row_alone.cuh), on the simulator."""
+"""NaN reaches only what sees it (attn/row_alone.cuh, portable/gradients_alone.cuh), on the simulator."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import SeqLayout
+from rawattn import Gradients, SeqLayout
+from rawattn._kernels.portable import backward as portable_backward
 from tests import hidden_nan
-from tests.shim.device import MakeDevice
-from tests.shim.whole import run_forward, small_tiles
+from tests.shim.device import Device, MakeDevice
+from tests.shim.whole import run_backward, run_forward, small_tiles
 
 ROWS, KEYS = 70, 90
 HIDING = hidden_nan.hiding(2, 4, ROWS, KEYS)
@@ -34,6 +35,83 @@ def test_hopper(machine: MakeDevice, how: str) -> None:
     given = hidden_nan.inputs(shapes(64, 64), hidden_nan.BFLOAT16)
     out, lse = run_forward(machine(arch="sm_90a"), "sm90", *given, **HIDING[how])
     hidden_nan.check(given, out, lse, **HIDING[how])
+
+
+IN_BACKWARD = hidden_nan.hiding_in_backward(2, 4, ROWS, KEYS)
+IN_FLOAT32 = hidden_nan.hiding_in_backward(2, 4, ROWS, KEYS, np.float32)
+
+
+def differentiate(
+    device: Device,
+    where: str,
+    options: dict[str, Any],
+    dtype: Any = hidden_nan.BFLOAT16,
+    deterministic: bool = False,
+    rows: int = ROWS,
+    keys: int = KEYS,
+    **tiles: tuple[int, ...],
+) -> None:
+    arrays = (2, rows, 4, 16), (2, keys, 2, 16), (2, keys, 2, 24)
+    given = hidden_nan.gradient_inputs(hidden_nan.inputs(arrays, dtype), where, **options)
+    with small_tiles(**tiles):
+        got = run_backward(device, "portable", *given, deterministic=deterministic, **options)
+    hidden_nan.check_gradients(given, got, **options)
+
+
+@pytest.mark.parametrize("how", IN_BACKWARD)
+@pytest.mark.parametrize("where", ["keys", "rows"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [hidden_nan.BFLOAT16, np.float32], ids=str)
+def test_backward(
+    machine: MakeDevice, how: str, where: str, deterministic: bool, dtype: Any
+) -> None:
+    options = IN_FLOAT32 if dtype == np.float32 else IN_BACKWARD
+    differentiate(machine(), where, options[how], dtype, deterministic)
+
+
+ONE_TILE = hidden_nan.hiding_in_backward(2, 4, 40, 30)
+
+
+@pytest.mark.parametrize("how", ["causal", "top-left", "bias", "bias-of-scores", "score_mod"])
+@pytest.mark.parametrize("where", ["keys", "rows"])
+def test_backward_of_one_key_tile(machine: MakeDevice, how: str, where: str) -> None:
+    """The main kernel writes dq itself."""
+    tiles = (16, 32, 2, 1, 2, 1, 1, False)
+    differentiate(machine(), where, ONE_TILE[how], rows=40, keys=30, portable_backward=tiles)
+
+
+@pytest.mark.parametrize("how", ["causal", "top-left", "window", "mask"])
+@pytest.mark.parametrize("where", ["keys", "rows"])
+def test_backward_of_shared_key_tiles(
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, how: str, where: str
+) -> None:
+    """Several blocks share a key tile, and another kernel adds up their parts."""
+    monkeypatch.setattr(portable_backward, "parts", lambda *_: 3)
+    differentiate(machine(), where, IN_BACKWARD[how])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("where", ["keys", "rows"])
+def test_backward_of_packed_sequences(machine: MakeDevice, where: str, deterministic: bool) -> None:
+    """A NaN reaches no other sequence either, nor padding between them."""
+    dtype, causal = hidden_nan.BFLOAT16, {"causal": True}
+    arrays = (1, ROWS, 4, 16), (1, KEYS, 2, 16), (1, KEYS, 2, 24)
+    each = [
+        hidden_nan.gradient_inputs(hidden_nan.inputs(arrays, dtype), where, **causal)
+        for _ in range(2)
+    ]
+    dout, q, k, v, out, lse = zip(*each, strict=True)
+    packed = [np.concatenate([x[0] for x in side]) for side in (dout, q, k, v, out)]
+    seqs = SeqLayout(seqstart_q=[0, ROWS, 2 * ROWS], seqstart_k=[0, KEYS, 2 * KEYS])
+    with small_tiles():
+        got = run_backward(
+            machine(), "portable", *packed, np.concatenate([x[0] for x in lse], axis=-1),
+            seqs=seqs, deterministic=deterministic, **causal,
+        )  # fmt: skip
+    for n, given in enumerate(each):
+        rows, keys = slice(n * ROWS, (n + 1) * ROWS), slice(n * KEYS, (n + 1) * KEYS)
+        own = Gradients(got.dq[None, rows], got.dk[None, keys], got.dv[None, keys])
+        hidden_nan.check_gradients(given, own, **causal)
 
 
 FEW = hidden_nan.hiding(2, 4, 5, 300)

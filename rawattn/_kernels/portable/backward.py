@@ -3,7 +3,8 @@
 The default launches are prepare (row_delta of each query row, and what follows from a ragged batch's lengths alone), main (dk
 and dv; dq is summed in float32 by atomic additions) and finish (converts those sums to dq). Where key tiles are few, several
 blocks share one, and a kernel behind main adds up their parts of dk and dv. The deterministic launches are prepare, main
-without dq, and a kernel that computes dq alone.
+without dq, and a kernel that computes dq alone. Where keys may be hidden from some rows of a tile, finish comes last in any
+call but those of one key tile, and computes gradients again that are NaN.
 
 A block of main owns a key tile and walks the query tiles that see it, in all query heads of the group. A turn is one query tile
 of that walk.
@@ -22,7 +23,13 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import features, helper_params, params
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward_options, choice
-from rawattn._kernels.portable.backward_config import Config, DqConfig, dq_pitch
+from rawattn._kernels.portable.backward_config import (
+    ROW_THREADS,
+    Config,
+    DqConfig,
+    FinishConfig,
+    dq_pitch,
+)
 from rawattn._kernels.source import ELEMENT, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.structs import Struct
@@ -32,7 +39,6 @@ from rawattn._kernels.target import Target, shared_limit_of
 TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
 FEATURES = features.names() - {"paged"}
-ROW_THREADS = 256  # of a block of the kernels that visit rows: prepare, finish and the sum of parts
 # For those kernels: the waves of an SM that hide each other's latency, the columns that a wave has at once, and the fewest
 # waves that share a row, if any share one.
 _ROW_WAVES, _ROW_COLUMNS, _WORTH_SHARING = 64, 256, 4
@@ -141,9 +147,17 @@ def setup_source(problem: Problem, copy_bytes: int) -> Source:
     return _row_source("backward_setup", problem, copy_bytes, struct=struct)
 
 
-def finish_source(problem: Problem, copy_bytes: int, unit_shift: int) -> Source:
-    """unit_shift: of the main kernel's configuration."""
-    return _row_source("backward_finish", problem, copy_bytes, {"kUnitShift": unit_shift})
+def finish(config: Config, copy_bytes: int, *, with_sums: bool) -> FinishConfig:
+    """The configuration of the last kernel. config: of the main kernel."""
+    return FinishConfig(
+        element=config.element,
+        headdim=config.headdim,
+        headdim_v=config.headdim_v,
+        copy_bytes=copy_bytes,
+        unit_shift=config.unit_shift,
+        with_sums=with_sums,
+        **(config.known_to(FinishConfig) if config.hides_from_some else {}),
+    )
 
 
 def parts_source(problem: Problem, copy_bytes: int, config: Config) -> Source:

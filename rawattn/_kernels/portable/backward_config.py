@@ -13,6 +13,8 @@ from rawattn._kernels.source import source as _source
 
 ENTRY = "rawattn_backward"
 DQ_ENTRY = "rawattn_backward_dq"
+FINISH_ENTRY = "rawattn_backward_finish"
+ROW_THREADS = 256  # of a block of the kernels that visit rows: prepare, finish and the sum of parts
 
 
 def dq_pitch(headdim: int) -> int:
@@ -240,3 +242,45 @@ class DqConfig(Features):
         traits = [*features.traits(self), *["captured-gradients"] * self.captured]
         traits += ["exact"] * self.exact_sums
         return " ".join([*words, *traits])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishConfig(Features):
+    """The named constants of the last kernel. It has features only where keys may be hidden from some rows of a tile."""
+
+    LEAVES_OUT: ClassVar[frozenset[str]] = frozenset(
+        {"packed", "scale_first", "sink_logits", "paged", "bias_pairs", "bias_chunks"}
+    )
+
+    element: str
+    headdim: int
+    headdim_v: int
+    copy_bytes: int
+    unit_shift: int  # of the main kernel
+    with_sums: bool  # whether it makes dQ of sums, or only computes gradients again that are NaN
+    threads: int = ROW_THREADS
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """As many as without the code for NaN, which must do with these registers."""
+        columns = self.copy_bytes // (4 if self.element == "float" else 2)
+        return 5 if columns > 4 else 8
+
+    @property
+    def dq_pitch(self) -> int:
+        return dq_pitch(self.headdim)
+
+    def source(self) -> Source:
+        return _source(
+            FINISH_ENTRY,
+            "portable/backward_finish.cu",
+            self.summary(),
+            params.BACKWARD,
+            element=self.element,
+            constants=features.constants(self, "dq_pitch", "blocks_per_sm"),
+            score_mod=self.score_mod,
+        )
+
+    def summary(self) -> str:
+        words = ["portable backward_finish", self.element, dims(self), f"{self.copy_bytes}B"]
+        return " ".join([*words, *features.traits(self), *["sums"] * self.with_sums])

@@ -19,7 +19,7 @@ from rawattn._kernels.portable import (
     ragged_setup,
     schedule,
 )
-from rawattn._kernels.portable.backward_config import DqConfig, dq_pitch
+from rawattn._kernels.portable.backward_config import ROW_THREADS, DqConfig, dq_pitch
 from rawattn._kernels.steps import Step, Steps, SubTask, Tiles, checked, patches
 from rawattn._kernels.target import Target
 
@@ -67,8 +67,15 @@ def steps(
     arrays += score_params.patches(problem, params.BACKWARD, "forward.")
     arrays += options.patches
     sums_dq = not (deterministic or one_key_tile)
+    # Where NaN may come of hidden keys, a launch behind all others computes it again. A block of main does that alone where it
+    # has all keys and queries, but for dbias, which heads may share.
+    hides = config.hides_from_some
+    alone = one_key_tile and not config.split and "dbias" not in operands.option_strides
+    finishes = sums_dq or (hides and not alone)
     if sums_dq:
         arrays += patches(params.BACKWARD, ("dq_sum",))
+    if hides:
+        arrays += patches(params.BACKWARD, ("found_nan",))
     if config.split:
         arrays += patches(params.BACKWARD, ("part_sums",))
     rows = backward.physical_queries(problem)
@@ -144,7 +151,7 @@ def steps(
             step(
                 backward.parts_source(problem, copy_bytes, config),
                 checked("k", backward.row_blocks(keys, key_waves, target.wave), 1),
-                backward.ROW_THREADS,
+                ROW_THREADS,
                 0,
             )
         )
@@ -158,18 +165,16 @@ def steps(
     scratch |= options.scratch
     if deterministic:
         launches.append(by_queries(backward.choose_dq(problem, target, operands)))
+    if hides:
+        scratch["found_nan"] = 4
     if sums_dq:
         scratch["dq_sum"] = scratch["row_delta"] * dq_pitch(problem.headdim)
-        launches.append(
-            step(
-                backward.finish_source(problem, copy_bytes, config.unit_shift),
-                visits,
-                backward.ROW_THREADS,
-                0,
-            )
-        )
+    if finishes:
+        finish = backward.finish(config, copy_bytes, with_sums=sums_dq)
+        blocks = visits if sums_dq else min(visits, target.multiprocessors)
+        launches.append(step(finish.source(), blocks, finish.threads, 0))
     paddings = _padding(problem, structure, operands)
-    prepare = step(backward.prepare_source(problem, copy_bytes), visits, backward.ROW_THREADS, 0)
+    prepare = step(backward.prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0)
     if problem.ragged:
         # Sequences with lengths on the host are ordered once (`Steps.schedules`), not at every run.
         of_device = () if structure.on_host else tuple(schedules)
