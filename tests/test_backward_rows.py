@@ -30,13 +30,18 @@ def test_few_rows_of_many_heads_are_shared() -> None:
     assert keys == 4
 
 
-@pytest.mark.parametrize(
-    ("batch", "rows", "heads"),
-    [(4, 4096, (32, 32)), (1, 16384, (160, 20)), (1, 20, (1, 1)), (0, 20, (64, 64))],
-)
-def test_others_are_not(batch: int, rows: int, heads: tuple[int, int]) -> None:
-    expected = (1, 1) if batch else (32, 32)
-    assert _waves(_problem(batch, rows, heads)) == expected
+@pytest.mark.parametrize(("batch", "rows", "heads"), [(4, 4096, (32, 32)), (1, 16384, (160, 20))])
+def test_many_rows_are_shared_by_few_waves(batch: int, rows: int, heads: tuple[int, int]) -> None:
+    assert _waves(_problem(batch, rows, heads)) == (4, 4)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6)])
+def test_rows_of_few_columns_are_not(heads: tuple[int, int]) -> None:
+    assert _waves(_problem(1, 20, heads)) == (1, 1)
+
+
+def test_no_rows() -> None:
+    assert _waves(_problem(0, 20, (64, 64))) == (32, 32)
 
 
 def test_rows_of_packed_sequences_count_once() -> None:

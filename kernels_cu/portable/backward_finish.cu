@@ -27,10 +27,13 @@ constexpr int kWaves = kThreads / target::kWave;
 constexpr int kBlocksThatFit = target::kThreadsOfSm / kThreads;
 constexpr int kBlocks = kBlocksPerSm < kBlocksThatFit ? kBlocksPerSm : kBlocksThatFit;
 constexpr int kChunk = kCopyBytes / int(sizeof(Element));
-constexpr int kChunks = kHeadDim / kChunk;
+// The columns of a piece of a row, which a lane has. A block of 16 is read in whole quads, and put in order in
+// registers.
+constexpr int kPiece = sizeof(Element) == 2 && kCopyBytes == 16 ? 16 : kChunk;
+constexpr int kPieces = (kHeadDim + kPiece - 1) / kPiece;
 
-// The row of a wave, and its share of the row's pieces of kChunk columns, head by head: kWave neighbouring ones of
-// every `shares * kWave`.
+// The row of a wave, and its share of the row's pieces, head by head: kWave neighbouring ones of every
+// `shares * kWave`.
 struct Work {
   PhysicalRow row;
   int share, shares;
@@ -41,6 +44,20 @@ struct Work {
         shares(1 << p.query_row_shift) {}
 };
 
+// Loads the sums of columns from `first` on. sums: those of the row and head.
+DEVICE void load_piece(float (&x)[kPiece], const float* sums, int first) {
+  if constexpr (kPiece == 16) {
+    struct alignas(16) Quad {
+      float x[4];
+    };
+    Quad quads[4];
+    UNROLL for (int n = 0; n < 4; n++) quads[n] = reinterpret_cast<const Quad*>(sums + first)[n];
+    UNROLL for (int j = 0; j < 16; j++) x[j] = quads[C::position(j) / 4].x[C::position(j) % 4];
+  } else {
+    UNROLL for (int j = 0; j < kPiece; j++) x[j] = sums[(first + j) / 16 * 16 + C::position((first + j) % 16)];
+  }
+}
+
 // Computes dq of a row. Returns whether the lane's part may have a NaN of a hidden key.
 DEVICE bool finish_row(const BackwardParams& p, const Work& work, int lane) {
   const ForwardParams& f = p.forward;
@@ -48,16 +65,21 @@ DEVICE bool finish_row(const BackwardParams& p, const Work& work, int lane) {
   const float* const sums = p.dq_sum + (own.batch * f.q_side.rows + own.row) * f.nheads_q * kDqPitch;
   Element* const dq = row_at<Element>(p.dq, p.dq_strides, own.batch, own.row);
   NanSum<Element> nan;
-  for (int i = work.share * target::kWave + lane; i < f.nheads_q * kChunks; i += work.shares * target::kWave) {
-    const int head = i / kChunks;
-    const int column = i % kChunks * kChunk;
-    Chunk<kCopyBytes> chunk;
-    UNROLL for (int j = 0; j < kChunk; j++) {
-      const float x = sums[int64(head) * kDqPitch + (column + j) / 16 * 16 + C::position((column + j) % 16)];
-      reinterpret_cast<Element*>(&chunk)[j] = target::from_float<Element>(f.scores.scale * kFromGradientUnit * x);
+  const float factor = f.scores.scale * kFromGradientUnit;
+  for (int i = work.share * target::kWave + lane; i < f.nheads_q * kPieces; i += work.shares * target::kWave) {
+    const int head = i / kPieces;
+    const int first = i % kPieces * kPiece;
+    float x[kPiece];
+    load_piece(x, sums + int64(head) * kDqPitch, first);
+    UNROLL for (int column = 0; column < kPiece; column += kChunk) {
+      if (kHeadDim % kPiece != 0 && first + column >= kHeadDim) break;
+      Chunk<kCopyBytes> chunk;
+      UNROLL for (int j = 0; j < kChunk; j++) {
+        reinterpret_cast<Element*>(&chunk)[j] = target::from_float<Element>(factor * x[column + j]);
+      }
+      *reinterpret_cast<Chunk<kCopyBytes>*>(dq + head * p.dq_strides.head + first + column) = chunk;
+      if constexpr (kHidesFromSome) nan.add_stored(chunk);
     }
-    *reinterpret_cast<Chunk<kCopyBytes>*>(dq + head * p.dq_strides.head + column) = chunk;
-    if constexpr (kHidesFromSome) nan.add_stored(chunk);
   }
   return kHidesFromSome && nan.any();
 }
@@ -66,16 +88,16 @@ DEVICE bool finish_row(const BackwardParams& p, const Work& work, int lane) {
 DEVICE void rewrite_row(const BackwardParams& p, const Work& work, int lane) {
   const ForwardParams& f = p.forward;
   const PhysicalRow& own = work.row;
-  const int pieces = f.nheads_q * kChunks;
+  const int pieces = f.nheads_q * kPieces;
   const Span q = span_of(f.q_side, own.sequence), k = span_of(f.k_side, own.sequence);
 #pragma unroll 1
   for (int first = work.share * target::kWave; first < pieces; first += work.shares * target::kWave) {
     const int end = target::wave_uniform(first + target::kWave < pieces ? first + target::kWave : pieces);
 #pragma unroll 1
-    for (int head = first / kChunks; head * kChunks < end; head++) {
-      const int begin = first - head * kChunks, behind = end - head * kChunks;
-      const gradients_alone::Columns columns{(begin > 0 ? begin : 0) * kChunk,
-                                             (behind < kChunks ? behind : kChunks) * kChunk};
+    for (int head = first / kPieces; head * kPieces < end; head++) {
+      const int begin = first - head * kPieces, behind = end - head * kPieces;
+      const gradients_alone::Columns columns{(begin > 0 ? begin : 0) * kPiece,
+                                             (behind < kPieces ? behind : kPieces) * kPiece};
       const gradients_alone::Pairs pairs(p, own.sequence, head, q, k);
       Element* const dq = row_at<Element>(p.dq, p.dq_strides, own.batch, own.row, head);
       gradients_alone::rewrite_query(pairs, own.at, dq, columns, lane);

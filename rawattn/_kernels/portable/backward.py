@@ -40,7 +40,7 @@ TILES = "portable_backward"
 DQ_TILES = "portable_backward_dq"
 FEATURES = features.names() - {"paged"}
 # For those kernels: the waves of an SM that hide each other's latency, the columns that a wave has at once, and the fewest
-# waves that share a row, if any share one.
+# waves that share a row, if any share one. So many share it even where rows are many, since long waves end unevenly.
 _ROW_WAVES, _ROW_COLUMNS, _WORTH_SHARING = 64, 256, 4
 
 # The most query rows that meet a key tile, over all heads of the group, for which the table "short" is the faster one. One line
@@ -282,12 +282,12 @@ def _rows_see_keys(problem: Problem) -> bool:
 
 
 def row_waves(problem: Problem, target: Target, of: Literal["q", "k"]) -> int:
-    """How many waves of the kernels that visit rows share a row: a power of two, above 1 for few rows with many heads."""
+    """How many waves of the kernels that visit rows share a row: a power of two, above 1 for rows with many heads."""
     queries = of == "q"
     rows = physical_queries(problem) if queries else physical_keys(problem)
     heads = problem.nheads_q if queries else problem.nheads_kv
     columns = heads * max(problem.headdim, problem.headdim_v)
-    enough = target.multiprocessors * _ROW_WAVES // max(1, rows)
+    enough = max(_WORTH_SHARING, target.multiprocessors * _ROW_WAVES // max(1, rows))
     most = max(1, min(enough, -(-columns // _ROW_COLUMNS)))
     return 1 << most.bit_length() - 1 if most >= _WORTH_SHARING else 1
 

@@ -263,8 +263,7 @@ class FinishConfig(Features):
     @property
     def blocks_per_sm(self) -> int:
         """As many as without the code for NaN, which must do with these registers."""
-        columns = self.copy_bytes // (4 if self.element == "float" else 2)
-        return 5 if columns > 4 else 8
+        return 6 if self.copy_bytes == 16 and self.element != "float" else 8
 
     @property
     def dq_pitch(self) -> int:
