@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from rawattn import Gradients, SeqLayout
 from rawattn._kernels.portable import backward as portable_backward
-from tests import hidden_nan
+from tests import exhaustive, hidden_nan
 from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import run_backward, run_forward, small_tiles
 
@@ -58,10 +59,21 @@ def differentiate(
     hidden_nan.check_gradients(given, got, **options)
 
 
-@pytest.mark.parametrize("how", IN_BACKWARD)
-@pytest.mark.parametrize("where", ["keys", "rows"])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", [hidden_nan.BFLOAT16, np.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "where", "how"),
+    exhaustive.thin(
+        list(
+            itertools.product(
+                (hidden_nan.BFLOAT16, np.dtype(np.float32)),
+                (False, True),
+                ("keys", "rows"),
+                IN_BACKWARD,
+            )
+        ),
+        3,
+    ),
+    ids=str,
+)
 def test_backward(
     machine: MakeDevice, how: str, where: str, deterministic: bool, dtype: Any
 ) -> None:
