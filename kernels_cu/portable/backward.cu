@@ -10,7 +10,8 @@
 //   dk       dP^T = V dO^T     dS = P (dP + row_delta)       dK += dS^T Q        memory atomically
 //
 // Where one key tile has all keys of a sequence and every row sees some of them (kOneKeyTile), dS K is dQ itself, and
-// is stored instead of added.
+// is stored instead of added. Such a block has all that row_delta is made of, too, and makes it where no launch comes
+// before (kOwnDelta).
 //
 // P goes from the half that owns dv to the half that owns dk through shared memory (portable/handover.cuh), dS to all
 // waves. A wave owns kKeyBlocks * 16 keys. With kColumnWaves > 1 it has only a share of the queries of S and of the
@@ -30,6 +31,7 @@
 #include "portable/gradient_unit.cuh"
 #include "portable/handover.cuh"
 #include "portable/rewrite_gradients.cuh"
+#include "portable/row_delta.cuh"
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/copy.cuh"
@@ -78,8 +80,8 @@ DEVICE void copy_bias(Element* tile, const Bias& bias, int64 at, int first_row, 
   }
 }
 
-// Computes NaN of the gradients of a block again where it has all keys of a sequence. Called by all threads when these
-// gradients are in memory. It finds the block's work anew, so that nothing is kept for it.
+// Computes NaN of the gradients of a block again where it has all keys of a sequence (kRewrites). Called by all threads
+// when these gradients are in memory. It finds the block's work anew, so that nothing is kept for it.
 OUT_OF_LINE void rewrite_nan(const BackwardParams& p) {
   const KeyWorkTile work = find_part(p, target::block_index()).work;
   const int thread = target::reload_thread_index();
@@ -168,6 +170,10 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     CopyK::load(elements + kKeysAt, k, real, thread);
     CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();
+    if constexpr (kOwnDelta) {
+      row_delta::compute(p, work.sequence, work.q, work.kv_head * group, group, wave, kWaves, lane);
+      target::block_sync();
+    }
     load(turn);
   }
   if constexpr (DbiasTile::kWrites) {
@@ -379,7 +385,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       if (kScoreMod || query_tiles.visible.row(work.q.length - 1).right < work.k.length - 1) {
         nan = CopyK::has_nan(elements + kKeysAt, thread);
       }
-      if (nan) *p.found_nan = 1;
+      if (kSplit && nan) *p.found_nan = 1;
     }
     target::block_sync();
   }
@@ -404,10 +410,12 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   if constexpr (kHidesFromSome) {
     const bool nan_of_keys = CopyK::store_and_look(dk, keys, elements + kKeysAt, thread);
     const bool nan_of_values = CopyV::store_and_look(dv, keys, elements + kValuesAt, thread);
-    // Gradients that have a NaN are computed again: of one key tile here, else by portable/backward_finish.cu.
-    if (nan_of_keys || nan_of_values) *p.found_nan = 1;
-    if constexpr (kOneKeyTile) {
-      if (target::block_any(nan || nan_of_keys || nan_of_values)) rewrite_nan(p);
+    nan = nan || nan_of_keys || nan_of_values;
+    // Gradients that have a NaN are computed again: with kRewrites here, else by portable/backward_finish.cu.
+    if constexpr (kRewrites) {
+      if (target::block_any(nan)) rewrite_nan(p);
+    } else if (nan) {
+      *p.found_nan = 1;
     }
   } else {
     CopyK::store(dk, keys, elements + kKeysAt, thread);

@@ -1,11 +1,11 @@
 // The last step of the backward.
 //
 // With kWithSums: dq = scale * dq_sum, in natural units (portable/gradient_unit.cuh), in the dtype and the layout of
-// dq. A wave takes one physical row, all heads. Where rows are few, several waves share a row.
+// dq. A wave takes one physical row, all heads. Several waves share a row that is long.
 //
 // Where keys may be hidden from some rows of a tile (kHidesFromSome), it computes gradients again that have a NaN
 // (portable/gradients_alone.cuh): a wave those of its row of dq as it goes; all others only if a kernel before has left
-// a note of a NaN in p.found_nan. Without kWithSums that is all it does.
+// a note of a NaN in p.found_nan. Without kWithSums that is all it does, and it may start early.
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
@@ -123,6 +123,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads,
   using namespace backward_finish;
   const int lane = target::thread_index() % target::kWave;
   bool nan = false;
+  if constexpr (!kWithSums) target::wait_for_prior_kernels();
   if constexpr (kWithSums) {
     const Work work(p, int64(target::block_index()) * kWaves + target::thread_index() / target::kWave);
     if (work.row.logical) nan = finish_row(p, work, lane);

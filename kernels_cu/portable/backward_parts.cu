@@ -1,5 +1,5 @@
 // dk and dv where several blocks of the backward shared a key tile: adds up their parts (portable/gradient_part.cuh),
-// always in the same order. A wave takes one physical row of keys. Where rows are few, several waves share a row. Rows
+// always in the same order. A wave takes one physical row of keys. Several waves share a long row. Rows
 // of no sequence are not touched. A NaN is noted for portable/backward_finish.cu. kSplitSinks: only the first
 // p.sink_rows rows of each sequence have parts.
 #include "attn/params.cuh"
@@ -32,13 +32,12 @@ DEVICE void add_up(Element* gradient, int64 head_stride, const float* sums, int6
       const float* const own = sums + part * apart + int64(head) * kDepth;
       UNROLL for (int j = 0; j < kChunk; j++) x[j] += own[(column + j) / 16 * 16 + C::position((column + j) % 16)];
     }
-    struct alignas(kCopyBytes) {
-      Element x[kChunk];
-    } piece;
-    UNROLL for (int j = 0; j < kChunk; j++) piece.x[j] = target::from_float<Element>(x[j]);
-    const auto& stored = *reinterpret_cast<const Chunk<kCopyBytes>*>(&piece);
-    *reinterpret_cast<Chunk<kCopyBytes>*>(gradient + head * head_stride + column) = stored;
-    nan.add_stored(stored);
+    Chunk<kCopyBytes> chunk;
+    UNROLL for (int j = 0; j < kChunk; j++) {
+      reinterpret_cast<Element*>(&chunk)[j] = target::from_float<Element>(x[j]);
+    }
+    *reinterpret_cast<Chunk<kCopyBytes>*>(gradient + head * head_stride + column) = chunk;
+    nan.add_stored(chunk);
   }
 }
 

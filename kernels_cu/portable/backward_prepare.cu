@@ -2,6 +2,7 @@
 // it beside the setup of a ragged call.
 #include "portable/backward_prepare.cuh"
 
-KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_backward_prepare(PARAMETER BackwardParams p) {
+// Six blocks: with the registers of five, fewer rows are in flight.
+KERNEL LAUNCH_BOUNDS(config::kThreads, 6) void rawattn_backward_prepare(PARAMETER BackwardParams p) {
   backward_prepare::prepare(p, target::block_index());
 }

@@ -71,6 +71,9 @@ struct Columns {
 // Computes NaN columns of row i of dq again. They stay NaN where a key that the row sees makes them so. Called by all
 // lanes of a wave. dq: the row, complete for all lanes.
 DEVICE void rewrite_query(const Pairs& pairs, int i, Element* dq, const Columns& columns, int lane) {
+  // Then NaN is not of what is hidden: the query is NaN itself, or its dout, or what it sees.
+  const float statistics = pairs.lse[i] + pairs.row_delta[i];
+  if (target::wave_any(statistics != statistics)) return;
   NanColumns<config::kHeadDim> sums([&](int column) { return columns.read(dq, column); }, lane);
   const int end = target::wave_uniform(pairs.scores.visible.row(i).right + 1);
 #pragma unroll 1
@@ -86,8 +89,8 @@ DEVICE void rewrite_query(const Pairs& pairs, int i, Element* dq, const Columns&
 
 // The same of row j of dk (kOfKeys), or else of dv, of a kv head.
 template <bool kOfKeys>
-DEVICE void rewrite_key(const BackwardParams& p, int sequence, int kv_head, const Span& q_span, const Span& k_span,
-                        int j, Element* gradient, const Columns& columns, int lane) {
+DEVICE void rewrite_gradient(const BackwardParams& p, int sequence, int kv_head, const Span& q_span, const Span& k_span,
+                             int j, Element* gradient, const Columns& columns, int lane) {
   constexpr int kColumns = kOfKeys ? config::kHeadDim : config::kHeadDimV;
   NanColumns<kColumns> sums([&](int column) { return columns.read(gradient, column); }, lane);
   const int group = target::wave_uniform(p.forward.nheads_q / p.forward.nheads_kv);

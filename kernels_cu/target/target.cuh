@@ -1,10 +1,11 @@
 // The hardware under every kernel, behind one set of names. target/cuda.cuh and cuda_product.cuh define them for NVIDIA
 // GPUs from Ampere on; target/host.cuh and host_product.cuh for a GPU simulated in plain C++, for tests:
 //
-//   macros     DEVICE, KERNEL, LAUNCH_BOUNDS(threads, blocks), CLUSTER(blocks), PARAMETER, UNROLL,
+//   macros     DEVICE, OUT_OF_LINE, KERNEL, LAUNCH_BOUNDS(threads, blocks), CLUSTER(blocks), PARAMETER, UNROLL,
 //              SHARED_MEMORY(name, bytes), SHARED_MEMORY_ALIGNED(name, bytes, alignment), OFFSET_OF(type, field)
 //   types      float16, bfloat16, float8 (e4m3); int64
-//   index      thread_index(), reload_thread_index(), block_index(), grid_size(), kWave (lanes of a wave)
+//   index      thread_index(), reload_thread_index(), block_index(), grid_size(), kWave (lanes of a wave),
+//              kThreadsOfSm (threads that an SM holds at once)
 //   numbers    infinity()
 //   order      block_sync(), block_any(predicate), wave_sync(), barrier_sync(id, threads), barrier_arrive(id, threads),
 //              fence_device()

@@ -109,7 +109,11 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
                 sized = replace(sized, shared_lengths=shared)
                 main = portable_backward.choose(sized, target, operands, with_dq=with_dq)
                 one_key_tile = portable_backward.has_one_key_tile(sized, main)
-                sources.append(replace(main, one_key_tile=one_key_tile).source())
+                main = replace(main, one_key_tile=one_key_tile)
+                sources.append(main.source())
+                if one_key_tile:
+                    alone = replace(main, rewrites=main.hides_from_some, own_delta=True)
+                    sources.append(alone.source())
         width = operands.copy_bytes(problem)
         if every:
             sources.append(replace(main, split=True).source())

@@ -11,6 +11,7 @@ import pytest
 
 from rawattn import SeqLayout
 from rawattn._call.layout import Lengths
+from rawattn._kernels.portable import backward as portable_backward
 from tests import exhaustive
 from tests.shim.device import ATTRIBUTES, MakeDevice
 from tests.shim.score_calls import BFLOAT16, normal
@@ -18,7 +19,8 @@ from tests.shim.whole import run_backward, small_tiles, verify_backward
 
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 TILES = (32, 32, 2, 1, 2, 1, 1, False)
-FINISH, SETUP = "rawattn_backward_finish", "rawattn_backward_setup"
+MAIN, FINISH = "rawattn_backward", "rawattn_backward_finish"
+SETUP = "rawattn_backward_setup"
 
 
 def call(
@@ -54,6 +56,49 @@ def test_widths(machine: MakeDevice, wave: int, dtype: Any, dims: tuple[int, int
     device = machine(wave)
     call(device, 75, 31, dims, dtype)
     assert FINISH not in device.launched
+
+
+@pytest.mark.parametrize(
+    ("wave", "dtype", "dims"),
+    exhaustive.thin(
+        [
+            (wave, dtype, dims)
+            for wave in (32, 64)
+            for dtype in (BFLOAT16, FLOAT16, FLOAT32)
+            for dims in ((24, 40), (64, 64), (7, 33), (80, 24), (130, 16), (16, 200))
+        ],
+        5,
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 130])
+def test_one_launch(
+    machine: MakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    wave: int,
+    dtype: Any,
+    dims: tuple[int, int],
+    rows: int,
+) -> None:
+    """The main kernel makes row_delta itself, with dlse too."""
+    monkeypatch.setattr(portable_backward, "makes_delta", lambda *_: True)
+    device = machine(wave)
+    call(device, rows, 31, dims, dtype, dlse=normal(2, 4, rows))
+    assert device.launched == [MAIN]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_one_launch_of_packed_batches(
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Lengths that the host knows, and no padding rows, leave nothing to prepare."""
+    monkeypatch.setattr(portable_backward, "makes_delta", lambda *_: True)
+    starts = np.cumsum((0, 32, 0, 5, 20))
+    q, k, v = (normal(int(starts[-1]), heads, 40, dtype=BFLOAT16) for heads in (4, 2, 2))
+    device = machine()
+    with small_tiles(portable_backward=TILES):
+        verify_backward(device, "portable", q, k, v, seqs=SeqLayout(seqstart_q=starts), **options)
+    assert device.launched == ["rawattn_carrying_setup", MAIN]  # the first is of a new layout
 
 
 @pytest.mark.parametrize("row_waves", [1, 2])

@@ -86,8 +86,13 @@ ONE_TILE = hidden_nan.hiding_in_backward(2, 4, 40, 30)
 
 @pytest.mark.parametrize("how", ["causal", "top-left", "bias", "bias-of-scores", "score_mod"])
 @pytest.mark.parametrize("where", ["keys", "rows"])
-def test_backward_of_one_key_tile(machine: MakeDevice, how: str, where: str) -> None:
-    """The main kernel writes dq itself."""
+@pytest.mark.parametrize("rounds", [0, 6])
+def test_backward_of_one_key_tile(
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, rounds: int, how: str, where: str
+) -> None:
+    """The main kernel writes dq itself, and computes NaN again, or leaves that to another launch."""
+    monkeypatch.setattr(portable_backward, "_ROUNDS_WORTH_A_LAUNCH", rounds)
+    monkeypatch.setattr(portable_backward, "makes_delta", lambda *_: True)
     tiles = (16, 32, 2, 1, 2, 1, 1, False)
     differentiate(machine(), where, ONE_TILE[how], rows=40, keys=30, portable_backward=tiles)
 

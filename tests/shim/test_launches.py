@@ -23,7 +23,7 @@ from tests.curated_cases import unaligned
 from tests.gradients import NAMES, backward_of, check_gradient
 from tests.memory import CANARY, Strided, strided
 from tests.shim.cells import call_of
-from tests.shim.device import Allocator, Device
+from tests.shim.device import ATTRIBUTES, Allocator, Device
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Builder, Memory
 from tests.tiles import aligning, sharing, tensor_stores, usual_tiles
@@ -201,14 +201,19 @@ def test_backward(device: Device, case: Case, deterministic: bool) -> None:
                 assert not np.any(gradient[~rows].astype(np.float32)), f"{name}: padding is not 0"
 
 
-def test_kernels_of_a_backward(device: Device) -> None:
+def test_kernels_of_a_backward(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward launches no kernel that has nothing to do."""
+    monkeypatch.setitem(
+        ATTRIBUTES, "multiprocessors", 4
+    )  # all blocks of the first case run at once
+    device = Device(Machine(builder))
+    device.install(monkeypatch)
     test_backward(device, CASES[1], deterministic=False)
     usual = ["rawattn_backward_prepare", "rawattn_backward", "rawattn_backward_finish"]
     assert device.launched == usual * 2
     device.launched.clear()
     test_backward(device, CASES[0], deterministic=False)  # all keys are in one tile
-    assert device.launched == usual[:2] * 2
+    assert device.launched == usual[1:2] * 2
     device.launched.clear()
     test_backward(device, CASES[0], deterministic=True)
     alone = ["rawattn_backward_prepare", "rawattn_backward", "rawattn_backward_dq"]

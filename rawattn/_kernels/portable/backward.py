@@ -4,7 +4,7 @@ The default launches are prepare (row_delta of each query row, and what follows 
 and dv; dq is summed in float32 by atomic additions) and finish (converts those sums to dq). Where key tiles are few, several
 blocks share one, and a kernel behind main adds up their parts of dk and dv. The deterministic launches are prepare, main
 without dq, and a kernel that computes dq alone. Where keys may be hidden from some rows of a tile, finish comes last in any
-call but those of one key tile, and computes gradients again that are NaN.
+call but some of one key tile (`rewrites`), and computes gradients again that are NaN.
 
 A block of main owns a key tile and walks the query tiles that see it, in all query heads of the group. A turn is one query tile
 of that walk.
@@ -21,7 +21,7 @@ from typing import Literal
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import features, helper_params, params
-from rawattn._kernels.operands import Operands
+from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.portable import backward_options, choice
 from rawattn._kernels.portable.backward_config import (
     ROW_THREADS,
@@ -60,6 +60,14 @@ _TURN, _FLOPS_A_MICROSECOND = 0.5, 2.6e6
 _AROUND, _ELEMENTS_A_MICROSECOND = 2.0, 5500
 # The launch that adds up parts: constant, and bytes that it moves.
 _LAUNCH, _BYTES_A_MICROSECOND = 5.0, 2.5e6
+# Rounds of blocks from which on a launch behind main takes less time than code in it (`rewrites`).
+_ROUNDS_WORTH_A_LAUNCH = 6
+# The costs that `makes_delta` reckons with, in microseconds of an H200. What a block of main takes for row_delta: constant, and
+# for each time its waves load _DELTA_CHUNKS chunks a lane of two arrays. The launch before main instead: constant, which counts
+# the host's time too, and bytes a microsecond. The most rounds of blocks.
+_DELTA, _DELTA_STEP, _DELTA_CHUNKS = 0.45, 1.35, 8
+_PREPARE, _PREPARED_BYTES = 2.5, 3.7e6
+_DELTA_ROUNDS = 6
 # The most blocks that share a key tile; the fraction of the time without sharing that sharing must stay below; the fraction of
 # a block's equal share of all turns below which walks with sink tokens are not cut.
 _MOST_PARTS, _MAX_TIME_RATIO, _FAIR_SHARE = 64, 0.85, 0.25
@@ -269,6 +277,35 @@ def physical_keys(problem: Problem) -> int:
 def has_one_key_tile(problem: Problem, config: Config) -> bool:
     """Whether one tile holds all keys of a sequence, and every query row sees some. Then main writes dQ without sums."""
     return config.with_dq and problem.max_seqlen_k <= config.tile_k and _rows_see_keys(problem)
+
+
+def rewrites(problem: Problem, target: Target, config: Config, operands: Operands) -> bool:
+    """Whether a block of main, which has all keys and queries of a sequence and kv head, computes NaN of hidden keys again.
+
+    The mere code for that makes blocks a few percent slower. Where they are many, another launch takes less (see `finish`). It
+    is also that launch which does it for dbias, which heads may share.
+    """
+    if not (config.hides_from_some and config.one_key_tile) or config.split:
+        return False
+    if "dbias" in operands.option_strides:
+        return False
+    at_once = target.multiprocessors * config.blocks_per_sm
+    return problem.batch * problem.nheads_kv < _ROUNDS_WORTH_A_LAUNCH * at_once
+
+
+def makes_delta(problem: Problem, target: Target, config: Config) -> bool:
+    """Whether a block of main, which has all keys and queries of a sequence and kv head, makes row_delta in time.
+
+    Its first turn waits for that. The launch before main, which it takes the place of, has the whole GPU for it.
+    """
+    at_once = target.multiprocessors * config.blocks_per_sm
+    rounds = -(-problem.batch * problem.nheads_kv // at_once)
+    row = problem.headdim_v * ITEMSIZE[problem.dtype]
+    loaded = problem.max_seqlen_q * problem.group_heads * row
+    steps = -(-loaded // (config.threads * config.copy_bytes * _DELTA_CHUNKS))
+    read = 2 * physical_queries(problem) * problem.nheads_q * row
+    alone, launch = rounds * (_DELTA + _DELTA_STEP * steps), _PREPARE + read / _PREPARED_BYTES
+    return rounds <= _DELTA_ROUNDS and alone < launch
 
 
 def _rows_see_keys(problem: Problem) -> bool:

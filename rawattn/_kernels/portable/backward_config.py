@@ -50,6 +50,8 @@ class Config(Features):
     split: bool = False  # several blocks share a key tile, see `backward.parts`
     split_sinks: bool = False  # only tiles with sink tokens, see `backward.parts_of_sinks`
     one_key_tile: bool = False  # see `backward.has_one_key_tile`
+    rewrites: bool = False  # main computes NaN of hidden keys again, see `backward.rewrites`
+    own_delta: bool = False  # main computes row_delta, see `backward.makes_delta`
     wave: int = 32
 
     @property
@@ -179,7 +181,8 @@ class Config(Features):
         traits += [[], ["dbias"], ["sums-of-dbias"], ["rows-of-dbias"]][self.dbias]
         traits += ["pairs"] * self.pairs + ["split"] * self.split
         traits += ["of-sinks"] * self.split_sinks
-        traits += ["one-key-tile"] * self.one_key_tile
+        traits += ["one-key-tile"] * self.one_key_tile + ["rewrites"] * self.rewrites
+        traits += ["own-delta"] * self.own_delta
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])
 

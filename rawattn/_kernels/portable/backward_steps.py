@@ -67,14 +67,19 @@ def steps(
     arrays += score_params.patches(problem, params.BACKWARD, "forward.")
     arrays += options.patches
     sums_dq = not (deterministic or one_key_tile)
-    # Where NaN may come of hidden keys, a launch behind all others computes it again. A block of main does that alone where it
-    # has all keys and queries, but for dbias, which heads may share.
+    # Where NaN may come of hidden keys, a launch behind all others computes it again, or main does.
     hides = config.hides_from_some
-    alone = one_key_tile and not config.split and "dbias" not in operands.option_strides
-    finishes = sums_dq or (hides and not alone)
+    config = replace(config, rewrites=backward.rewrites(problem, target, config, operands))
+    finishes = sums_dq or (hides and not config.rewrites)
+    paddings = _padding(problem, structure, operands)
+    # Nothing comes before a main kernel that has all keys and queries of a sequence, if there is nothing else to prepare.
+    sets_up = problem.ragged and not (structure.on_host and not paddings)
+    alone = one_key_tile and not (config.split or finishes or sets_up)
+    own_delta = alone and backward.makes_delta(problem, target, config)
+    config = replace(config, own_delta=own_delta)
     if sums_dq:
         arrays += patches(params.BACKWARD, ("dq_sum",))
-    if hides:
+    if finishes and hides:
         arrays += patches(params.BACKWARD, ("found_nan",))
     if config.split:
         arrays += patches(params.BACKWARD, ("part_sums",))
@@ -165,22 +170,23 @@ def steps(
     scratch |= options.scratch
     if deterministic:
         launches.append(by_queries(backward.choose_dq(problem, target, operands)))
-    if hides:
+    if finishes and hides:
         scratch["found_nan"] = 4
     if sums_dq:
         scratch["dq_sum"] = scratch["row_delta"] * dq_pitch(problem.headdim)
     if finishes:
         finish = backward.finish(config, copy_bytes, with_sums=sums_dq)
         blocks = visits if sums_dq else min(visits, target.multiprocessors)
-        launches.append(step(finish.source(), blocks, finish.threads, 0))
-    paddings = _padding(problem, structure, operands)
+        # Without sums it has nothing to do in most calls but to start.
+        early = target.early_launches and not sums_dq
+        launches.append(replace(step(finish.source(), blocks, finish.threads, 0), early=early))
     prepare = step(backward.prepare_source(problem, copy_bytes), visits, ROW_THREADS, 0)
     if problem.ragged:
         # Sequences with lengths on the host are ordered once (`Steps.schedules`), not at every run.
         of_device = () if structure.on_host else tuple(schedules)
         prepare = _with_setup(prepare, problem, copy_bytes, of_device, paddings)
     launches = [
-        prepare,
+        *([] if own_delta else [prepare]),
         *(step(*each) for each in options.before),
         *masks.steps,
         *launches,
