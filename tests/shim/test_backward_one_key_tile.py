@@ -22,6 +22,21 @@ TILES = (32, 32, 2, 1, 2, 1, 1, False)
 MAIN, FINISH = "rawattn_backward", "rawattn_backward_finish"
 SETUP = "rawattn_backward_setup"
 
+WIDTHS = pytest.mark.parametrize(
+    ("wave", "dtype", "dims"),
+    exhaustive.thin(
+        list(
+            itertools.product(
+                (32, 64),
+                (BFLOAT16, FLOAT16, FLOAT32),
+                ((24, 40), (64, 64), (7, 33), (80, 24), (130, 16), (16, 200)),
+            )
+        ),
+        5,
+    ),
+    ids=str,
+)
+
 
 def call(
     device: Any,
@@ -39,38 +54,14 @@ def call(
         verify_backward(device, "portable", q, k, v, **options)
 
 
-@pytest.mark.parametrize(
-    ("wave", "dtype", "dims"),
-    exhaustive.thin(
-        [
-            (wave, dtype, dims)
-            for wave in (32, 64)
-            for dtype in (BFLOAT16, FLOAT16, FLOAT32)
-            for dims in ((24, 40), (64, 64), (7, 33), (80, 24), (130, 16))
-        ],
-        5,
-    ),
-    ids=str,
-)
+@WIDTHS
 def test_widths(machine: MakeDevice, wave: int, dtype: Any, dims: tuple[int, int]) -> None:
     device = machine(wave)
     call(device, 75, 31, dims, dtype)
     assert FINISH not in device.launched
 
 
-@pytest.mark.parametrize(
-    ("wave", "dtype", "dims"),
-    exhaustive.thin(
-        [
-            (wave, dtype, dims)
-            for wave in (32, 64)
-            for dtype in (BFLOAT16, FLOAT16, FLOAT32)
-            for dims in ((24, 40), (64, 64), (7, 33), (80, 24), (130, 16), (16, 200))
-        ],
-        5,
-    ),
-    ids=str,
-)
+@WIDTHS
 @pytest.mark.parametrize("rows", [1, 130])
 def test_one_launch(
     machine: MakeDevice,
