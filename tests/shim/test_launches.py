@@ -203,9 +203,8 @@ def test_backward(device: Device, case: Case, deterministic: bool) -> None:
 
 def test_kernels_of_a_backward(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward launches no kernel that has nothing to do."""
-    monkeypatch.setitem(
-        ATTRIBUTES, "multiprocessors", 4
-    )  # all blocks of the first case run at once
+    # All blocks of the first case run at once.
+    monkeypatch.setitem(ATTRIBUTES, "multiprocessors", 4)
     device = Device(Machine(builder))
     device.install(monkeypatch)
     test_backward(device, CASES[1], deterministic=False)
