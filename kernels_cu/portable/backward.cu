@@ -11,7 +11,7 @@
 //
 // Where one key tile has all keys of a sequence and every row sees some of them (kOneKeyTile), dS K is dQ itself, and
 // is stored instead of added. Such a block has all that row_delta is made of, too, and makes it where no launch comes
-// before (kOwnDelta).
+// before (kDeltaRows).
 //
 // P goes from the half that owns dv to the half that owns dk through shared memory (portable/handover.cuh), dS to all
 // waves. A wave owns kKeyBlocks * 16 keys. With kColumnWaves > 1 it has only a share of the queries of S and of the
@@ -96,6 +96,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   SHARED_MEMORY(shared, kSharedBytes);
   Element* const elements = reinterpret_cast<Element*>(shared);
   float* const statistics = reinterpret_cast<float*>(elements + kElementsUsed);
+  [[maybe_unused]] float* const own_deltas = statistics + kStages * 2 * kTileQ;  // kDeltaRows of them
   const ForwardParams& f = p.forward;
   const int thread = target::thread_index();
   const int lane = thread % target::kWave;
@@ -136,6 +137,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
       float* const own = statistics + turn.stage * 2 * kTileQ + i;
       if (!kProductsOnly && is_lse && at >= valid) {
         *own = target::infinity();
+      } else if (kDeltaRows > 0 && !is_lse) {
+        *own = at < valid ? own_deltas[turn.head * work.q.length + row + at] : 0.0f;
       } else {
         target::copy_async<4>(own, (is_lse ? f.lse : p.row_delta) + first_statistic + turn.head * f.lse_head + row + at,
                               at < valid);
@@ -170,8 +173,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     CopyK::load(elements + kKeysAt, k, real, thread);
     CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();
-    if constexpr (kOwnDelta) {
-      row_delta::compute(p, work.sequence, work.q, work.kv_head * group, group, wave, kWaves, lane);
+    if constexpr (kDeltaRows > 0) {
+      row_delta::compute(own_deltas, p, work.sequence, work.q, work.kv_head * group, group, wave, kWaves, lane);
       target::block_sync();
     }
     load(turn);

@@ -64,7 +64,7 @@ constexpr int kPitchBias = padded_pitch<Element>(kTileK);
 constexpr int kBiasAt = kSecondWeightsAt + int(kSecondWeightTile) * kTileK * kPitchP;
 constexpr int kBiasStages = kPairs ? 1 : kStages;
 constexpr int kElementsUsed = kBiasAt + int(kBiasTile) * kBiasStages * kTileQ * kPitchBias;
-constexpr int kStatisticsBytes = kStages * 2 * kTileQ * int(sizeof(float));
+constexpr int kStatisticsBytes = (kStages * 2 * kTileQ + kDeltaRows) * int(sizeof(float));
 static_assert(kElementsUsed * int(sizeof(Element)) + kStatisticsBytes == kSharedBytes,
               "the host computes the same size");
 

@@ -6,6 +6,7 @@
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/sequence.cuh"
+#include "portable/row_delta.cuh"
 #include "target/target.cuh"
 
 namespace gradients_alone {
@@ -22,22 +23,30 @@ struct Pair {
 struct Pairs {
   const BackwardParams& p;
   ScoresAlone scores;
-  StridedRows<const Element> q, dout, k, v;
-  const float *lse, *row_delta;  // of the first query
+  StridedRows<const Element> q, out, dout, k, v;
+  const float* lse;  // of the first query
+  int64 first;       // of which this is the index in arrays like lse
 
   DEVICE Pairs(const BackwardParams& p, int sequence, int head, const Span& q_span, const Span& k_span)
       : p(p),
         scores(p.forward, sequence, head, q_span.length, k_span.length),
         q(rows_of<const Element>(p.forward.q, p.forward.q_strides, sequence, q_span, head)),
+        out(rows_of<const Element>(p.forward.out, p.forward.out_strides, sequence, q_span, head)),
         dout(rows_of<const Element>(p.dout, p.dout_strides, sequence, q_span, head)),
         k(rows_of<const Element>(p.forward.k, p.forward.k_strides, sequence, k_span, kv_head(p, head))),
         v(rows_of<const Element>(p.forward.v, p.forward.v_strides, sequence, k_span, kv_head(p, head))) {
-    const int64 first = sequence * p.forward.lse_batch + head * p.forward.lse_head + q_span.start;
+    first = sequence * p.forward.lse_batch + head * p.forward.lse_head + q_span.start;
     lse = p.forward.lse + first;
-    row_delta = p.row_delta + first;
   }
   DEVICE static int kv_head(const BackwardParams& p, int head) {
     return head / (p.forward.nheads_q / p.forward.nheads_kv);
+  }
+
+  // row_delta of query i. A main kernel that has made it itself (kDeltaRows) has not kept it.
+  DEVICE float delta(int i) const {
+    if constexpr (config::kDeltaRows == 0) return p.row_delta[first + i];
+    const float dot = ScoresAlone::dot<config::kHeadDimV>(dout.from(i).first, out.from(i).first);
+    return row_delta::Terms(p, first + i).delta(dot);
   }
 
   // Whether query i sees key j. If so, `pair` is what they give.
@@ -51,7 +60,7 @@ struct Pairs {
     if constexpr (config::kDropout) kept = scores.dropout.keeps_one(i, j);
     const float factor = config::kDropout ? p.forward.dropout.factor : 1.0f;
     const float dp = ScoresAlone::dot<config::kHeadDimV>(dout.from(i).first, v.from(j).first);
-    const float of_score = probability * ((kept ? dp * factor : 0.0f) + row_delta[i]);
+    const float of_score = probability * ((kept ? dp * factor : 0.0f) + delta(i));
     float of_product = of_score;
     if constexpr (ScoreRule::kHasDerivative) of_product *= scores.rule.derivative(capped, i, j);
     pair = {kept ? probability * factor : 0.0f, of_score, of_product * p.forward.scores.scale};
@@ -72,7 +81,7 @@ struct Columns {
 // lanes of a wave. dq: the row, complete for all lanes.
 DEVICE void rewrite_query(const Pairs& pairs, int i, Element* dq, const Columns& columns, int lane) {
   // Then NaN is not of what is hidden: the query is NaN itself, or its dout, or what it sees.
-  const float statistics = pairs.lse[i] + pairs.row_delta[i];
+  const float statistics = pairs.lse[i] + pairs.delta(i);
   if (target::wave_any(statistics != statistics)) return;
   NanColumns<config::kHeadDim> sums([&](int column) { return columns.read(dq, column); }, lane);
   const int end = target::wave_uniform(pairs.scores.visible.row(i).right + 1);

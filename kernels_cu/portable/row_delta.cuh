@@ -50,9 +50,9 @@ struct Terms {
 };
 
 // Computes row_delta of all queries of a sequence, for the query heads [head, head + heads). Called by all lanes of
-// `waves` waves, of which this is number `wave`.
-DEVICE void compute(const BackwardParams& p, int sequence, const Span& q, int head, int heads, int wave, int waves,
-                    int lane) {
+// `waves` waves, of which this is number `wave`. found: gets them head by head.
+DEVICE void compute(float* found, const BackwardParams& p, int sequence, const Span& q, int head, int heads, int wave,
+                    int waves, int lane) {
   // A wave computes kRows rows of a head together: their loads are all in flight, and each lane stores one at most.
   constexpr int kSteps = kLanes < 8 ? kLanes : 8, kRows = kSteps * kDots;
   const ForwardParams& f = p.forward;
@@ -72,10 +72,10 @@ DEVICE void compute(const BackwardParams& p, int sequence, const Span& q, int he
     UNROLL for (int step = 0; step < kSteps; step++) {
       // Lanes without a row repeat the last one: all lanes must take part in the shuffles.
       const int row = first + step * kDots + slot, real = row < q.length ? row : q.length - 1;
-      const float found = dot(dout.from(real).first, out.from(real).first, part);
-      if (part == step) own = found;
+      const float product = dot(dout.from(real).first, out.from(real).first, part);
+      if (part == step) own = product;
     }
-    if (stores) p.row_delta[at] = terms.delta(own);
+    if (stores) found[(n - head) * q.length + own_row] = terms.delta(own);
   }
 }
 

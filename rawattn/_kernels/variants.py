@@ -112,7 +112,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
                 main = replace(main, one_key_tile=one_key_tile)
                 sources.append(main.source())
                 if one_key_tile:
-                    alone = replace(main, rewrites=main.hides_from_some, own_delta=True)
+                    alone = replace(main, rewrites=main.hides_from_some, delta_rows=128)
                     sources.append(alone.source())
         width = operands.copy_bytes(problem)
         if every:

@@ -12,7 +12,8 @@ import functools
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Kernel:
         self._runtime.memGetInfo()
 
 
-_functions: dict[tuple[Source, int], Any] = {}
+_functions: dict[tuple[Source, int], Kernel] = {}
 _loading: dict[tuple[Source, int], threading.Lock] = {}
 
 
@@ -141,13 +142,28 @@ def load(source: Source, device: int) -> Kernel:
 
     Later calls return the same object. Safe to call from several threads.
     """
-    function = _functions.get((source, device))
-    if function is None:
-        with _loading.setdefault((source, device), threading.Lock()):
-            function = _functions.get((source, device))
-            if function is None:
+    return _functions.get((source, device)) or _load_once(source, device, None)
+
+
+def load_all(sources: Iterable[Source], device: int) -> None:
+    """Loads the kernels of a call, as `load` does. Those that no cache has are compiled at the same time."""
+    missing = [each for each in dict.fromkeys(sources) if (each, device) not in _functions]
+    if len(missing) < 2:
+        return
+    arch = compiler.device_arch(device)
+    with ThreadPoolExecutor(len(missing)) as pool:
+        cubins = list(pool.map(lambda source: compiler.compile_source(source, arch), missing))
+    for source, cubin in zip(missing, cubins, strict=True):
+        _load_once(source, device, cubin)
+
+
+def _load_once(source: Source, device: int, cubin: Cubin | None) -> Kernel:
+    with _loading.setdefault((source, device), threading.Lock()):
+        function = _functions.get((source, device))
+        if function is None:
+            if cubin is None:
                 cubin = compiler.compile_source(source, compiler.device_arch(device))
-                function = _functions[source, device] = _load(cubin, source.entry, device)
+            function = _functions[source, device] = _load(cubin, source.entry, device)
     return function
 
 

@@ -19,7 +19,7 @@ from rawattn._interop import streams
 from rawattn._interop.native import Memory
 from rawattn._interop.streams import PER_THREAD_DEFAULT, own_stream
 from rawattn._kernels.steps import Lists, Steps, Tiles
-from rawattn._runtime import graphs
+from rawattn._runtime import graphs, kernel
 from rawattn._runtime.launches import Launch, launch_of
 from rawattn._runtime.lengths import CARRIED, NAMES, LengthsMemory
 from rawattn._runtime.runs import Launches, RunMemory, run_of
@@ -92,6 +92,7 @@ class Prepared:
         counts = [_count(each.blocks, lengths) for each in steps.launches]
         wanted = [self.ragged or bool(blocks) for blocks in counts]
         self.steps = list(itertools.compress(steps.launches, wanted))
+        kernel.load_all((step.source for step in self.steps), device)
         self._launches = [launch_of(step, slot, device) for step in self.steps]
         self._blocks = list(itertools.compress(counts, wanted))
         pieces = (scratch, steps.counters) if self._launches else ({}, {})

@@ -57,6 +57,30 @@ def test_threads_load_once(monkeypatch: pytest.MonkeyPatch, compiled: list[str])
     assert len(compiled) == 1
 
 
+def test_kernels_of_a_call_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [Source("k", f"{TEXT}// {i}", "test") for i in range(3)]
+    together = threading.Barrier(len(sources), timeout=10)
+    monkeypatch.setattr(compiler, "device_arch", lambda device: "sm_80")
+    monkeypatch.setattr(compiler, "compile_source", lambda source, arch: together.wait())
+    monkeypatch.setattr(kernel, "_load", lambda cubin, entry, device: object())
+    kernel.load_all([*sources, sources[0]], 7)
+    assert len({id(kernel.load(source, 7)) for source in sources}) == 3
+    kernel.load_all(sources, 7)  # which would wait in vain for others
+    for source in sources:
+        del kernel._functions[source, 7]
+
+
+def test_a_kernel_of_several_that_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(compiler, "device_arch", lambda device: "sm_80")
+    monkeypatch.setattr(kernel, "_load", lambda cubin, entry, device: object())
+    wrong = Source("k", "this is not a kernel", "test")
+    with pytest.raises(compiler.CompileError, match="test"):
+        kernel.load_all([SOURCE, wrong], 8)
+    assert not [key for key in kernel._functions if key[1] == 8]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("source", ["disk", "memory"])
 def test_loaded_kernel_runs(source: str, cache: Path) -> None:

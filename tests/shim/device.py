@@ -56,6 +56,7 @@ class Device:
         target = Target(self._arch, **ATTRIBUTES, wave=self._machine.wave)
         monkeypatch.setattr(kernel, "target", lambda device: target)
         monkeypatch.setattr(kernel, "load", lambda source, device: _Kernel(self, source))
+        monkeypatch.setattr(kernel, "load_all", lambda sources, device: None)
         monkeypatch.setattr(driver, "encode_tensor_map", _encode)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:

@@ -72,7 +72,7 @@ def test_one_launch(
     rows: int,
 ) -> None:
     """The main kernel makes row_delta itself, with dlse too."""
-    monkeypatch.setattr(portable_backward, "makes_delta", lambda *_: True)
+    monkeypatch.setattr(portable_backward, "delta_rows", lambda *_: 512)
     device = machine(wave)
     call(device, rows, 31, dims, dtype, dlse=normal(2, 4, rows))
     assert device.launched == [MAIN]
@@ -83,7 +83,7 @@ def test_one_launch_of_packed_batches(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Lengths that the host knows, and no padding rows, leave nothing to prepare."""
-    monkeypatch.setattr(portable_backward, "makes_delta", lambda *_: True)
+    monkeypatch.setattr(portable_backward, "delta_rows", lambda *_: 512)
     starts = np.cumsum((0, 32, 0, 5, 20))
     q, k, v = (normal(int(starts[-1]), heads, 40, dtype=BFLOAT16) for heads in (4, 2, 2))
     device = machine()

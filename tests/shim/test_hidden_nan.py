@@ -92,7 +92,7 @@ def test_backward_of_one_key_tile(
 ) -> None:
     """The main kernel writes dq itself, and computes NaN again, or leaves that to another launch."""
     monkeypatch.setattr(portable_backward, "_ROUNDS_WORTH_A_LAUNCH", rounds)
-    monkeypatch.setattr(portable_backward, "makes_delta", lambda *_: True)
+    monkeypatch.setattr(portable_backward, "delta_rows", lambda *_: 512)
     tiles = (16, 32, 2, 1, 2, 1, 1, False)
     differentiate(machine(), where, ONE_TILE[how], rows=40, keys=30, portable_backward=tiles)
 

@@ -62,12 +62,14 @@ _AROUND, _ELEMENTS_A_MICROSECOND = 2.0, 5500
 _LAUNCH, _BYTES_A_MICROSECOND = 5.0, 2.5e6
 # Rounds of blocks from which on a launch behind main takes less time than code in it (`rewrites`).
 _ROUNDS_WORTH_A_LAUNCH = 6
-# The costs that `makes_delta` reckons with, in microseconds of an H200. What a block of main takes for row_delta: constant, and
+# The costs that `delta_rows` reckons with, in microseconds of an H200. What a block of main takes for row_delta: constant, and
 # for each time its waves load _DELTA_CHUNKS chunks a lane of two arrays. The launch before main instead: constant, which counts
 # the host's time too, and bytes a microsecond. The most rounds of blocks.
 _DELTA, _DELTA_STEP, _DELTA_CHUNKS = 0.45, 1.35, 8
 _PREPARE, _PREPARED_BYTES = 2.5, 3.7e6
 _DELTA_ROUNDS = 6
+# Room for row_delta is a power of two, so that few kernels differ by it; the least of them.
+_LEAST_ROOM = 128
 # The most blocks that share a key tile; the fraction of the time without sharing that sharing must stay below; the fraction of
 # a block's equal share of all turns below which walks with sink tokens are not cut.
 _MOST_PARTS, _MAX_TIME_RATIO, _FAIR_SHARE = 64, 0.85, 0.25
@@ -293,11 +295,15 @@ def rewrites(problem: Problem, target: Target, config: Config, operands: Operand
     return problem.batch * problem.nheads_kv < _ROUNDS_WORTH_A_LAUNCH * at_once
 
 
-def makes_delta(problem: Problem, target: Target, config: Config) -> bool:
-    """Whether a block of main, which has all keys and queries of a sequence and kv head, makes row_delta in time.
+def delta_rows(problem: Problem, target: Target, config: Config) -> int:
+    """Room for row_delta in a block of main that has all keys and queries of a sequence and kv head; 0: a launch makes it.
 
-    Its first turn waits for that. The launch before main, which it takes the place of, has the whole GPU for it.
+    The first turn of a block waits for row_delta. The launch before main, which it takes the place of, has the whole GPU.
     """
+    room = max(_LEAST_ROOM, 1 << (problem.max_seqlen_q * problem.group_heads - 1).bit_length())
+    with_it = replace(config, delta_rows=room).shared_bytes
+    if with_it > shared_limit_of(config.blocks_per_sm, target.shared_limit):
+        return 0
     at_once = target.multiprocessors * config.blocks_per_sm
     rounds = -(-problem.batch * problem.nheads_kv // at_once)
     row = problem.headdim_v * ITEMSIZE[problem.dtype]
@@ -305,7 +311,7 @@ def makes_delta(problem: Problem, target: Target, config: Config) -> bool:
     steps = -(-loaded // (config.threads * config.copy_bytes * _DELTA_CHUNKS))
     read = 2 * physical_queries(problem) * problem.nheads_q * row
     alone, launch = rounds * (_DELTA + _DELTA_STEP * steps), _PREPARE + read / _PREPARED_BYTES
-    return rounds <= _DELTA_ROUNDS and alone < launch
+    return room if rounds <= _DELTA_ROUNDS and alone < launch else 0
 
 
 def _rows_see_keys(problem: Problem) -> bool:

@@ -51,7 +51,7 @@ class Config(Features):
     split_sinks: bool = False  # only tiles with sink tokens, see `backward.parts_of_sinks`
     one_key_tile: bool = False  # see `backward.has_one_key_tile`
     rewrites: bool = False  # main computes NaN of hidden keys again, see `backward.rewrites`
-    own_delta: bool = False  # main computes row_delta, see `backward.makes_delta`
+    delta_rows: int = 0  # room for row_delta that main computes, see `backward.delta_rows`
     wave: int = 32
 
     @property
@@ -72,7 +72,7 @@ class Config(Features):
         if self.bias_chunks and itemsize == self.bias == 2:
             stages = 1 if self.pairs else self.stages
             elements += stages * self.tile_q * (self.tile_k + padding)
-        return elements * itemsize + self.stages * 2 * self.tile_q * 4
+        return elements * itemsize + (self.stages * 2 * self.tile_q + self.delta_rows) * 4
 
     @property
     def depth(self) -> int:
@@ -182,7 +182,7 @@ class Config(Features):
         traits += ["pairs"] * self.pairs + ["split"] * self.split
         traits += ["of-sinks"] * self.split_sinks
         traits += ["one-key-tile"] * self.one_key_tile + ["rewrites"] * self.rewrites
-        traits += ["own-delta"] * self.own_delta
+        traits += [f"delta={self.delta_rows}"] * (self.delta_rows > 0)
         words = ["portable backward", self.element, dims(self), shape, f"{self.copy_bytes}B"]
         return " ".join([*words, *traits])
 
@@ -262,6 +262,7 @@ class FinishConfig(Features):
     unit_shift: int  # of the main kernel
     with_sums: bool  # whether it makes dQ of sums, or only computes gradients again that are NaN
     threads: int = ROW_THREADS
+    delta_rows: ClassVar[int] = 0  # row_delta is in memory
 
     @property
     def blocks_per_sm(self) -> int:
@@ -279,7 +280,7 @@ class FinishConfig(Features):
             self.summary(),
             params.BACKWARD,
             element=self.element,
-            constants=features.constants(self, "dq_pitch", "blocks_per_sm"),
+            constants=features.constants(self, "dq_pitch", "blocks_per_sm", "delta_rows"),
             score_mod=self.score_mod,
         )
 

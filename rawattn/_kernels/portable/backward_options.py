@@ -134,6 +134,11 @@ class Gradients:
         if self.captured:
             self._captured()
 
+    @property
+    def follow(self) -> bool:
+        """Whether launches come after the main kernel. They read row_delta."""
+        return bool(self._launches or self.captured)
+
     def steps(
         self, params_bytes: bytes, arrays: tuple[tuple[int, str], ...], captured: list[Step]
     ) -> list[Step]:

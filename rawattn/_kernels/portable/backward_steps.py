@@ -60,7 +60,7 @@ def steps(
     filled = structs.fill(params.BACKWARD, values)
     arrays = patches(
         params.BACKWARD,
-        ("dout", "dlse", "dq", "dk", "dv", "row_delta"),
+        ("dout", "dlse", "dq", "dk", "dv"),
         **{f"forward__{name}": name for name in ("q", "k", "v", "out", "lse")},
     )
     arrays += attention_params.side_addresses(params.BACKWARD, "forward.", structure)
@@ -74,9 +74,10 @@ def steps(
     paddings = _padding(problem, structure, operands)
     # Nothing comes before a main kernel that has all keys and queries of a sequence, if there is nothing else to prepare.
     sets_up = problem.ragged and not (structure.on_host and not paddings)
-    alone = one_key_tile and not (config.split or finishes or sets_up)
-    own_delta = alone and backward.makes_delta(problem, target, config)
-    config = replace(config, own_delta=own_delta)
+    if one_key_tile and not (config.split or finishes or sets_up or options.follow):
+        config = replace(config, delta_rows=backward.delta_rows(problem, target, config))
+    if not config.delta_rows:
+        arrays += patches(params.BACKWARD, ("row_delta",))
     if sums_dq:
         arrays += patches(params.BACKWARD, ("dq_sum",))
     if finishes and hides:
@@ -85,7 +86,7 @@ def steps(
         arrays += patches(params.BACKWARD, ("part_sums",))
     rows = backward.physical_queries(problem)
     visits = checked("q", backward.row_blocks(rows, query_waves, target.wave), 1)
-    scratch = {"row_delta": 4 * rows * problem.nheads_q}
+    scratch = {} if config.delta_rows else {"row_delta": 4 * rows * problem.nheads_q}
     schedules: list[SubTask] = []
     orders: dict[str, int] = {}
 
@@ -186,7 +187,7 @@ def steps(
         of_device = () if structure.on_host else tuple(schedules)
         prepare = _with_setup(prepare, problem, copy_bytes, of_device, paddings)
     launches = [
-        *([] if own_delta else [prepare]),
+        *([] if config.delta_rows else [prepare]),
         *(step(*each) for each in options.before),
         *masks.steps,
         *launches,
