@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout
-from rawattn._runtime import graphs, on_gpu
+from rawattn._runtime import graphs, guarded, on_gpu
 from tests.counting_gpu import Gpu
+from tests.fast_path_fakes import NBYTES, Array, fake_gpu, of_backward
 
 CALLS = ["dense", "host lengths", "device lengths"]
 
@@ -104,3 +106,50 @@ def test_a_layout_is_freed_with_its_guarded_calls(where: str, gpu: Gpu) -> None:
         assert freed() is None
     finally:
         gc.enable()
+
+
+class Block:
+    """Fake memory of results that share it."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    def __add__(self, offset: int) -> Block:
+        return Block(self.ptr + offset)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_gradients_share_a_block_where_they_are_small(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = []
+
+    def allocate(nbytes: int) -> Block:
+        blocks.append(nbytes)
+        return Block(1 << 30)
+
+    with fake_gpu() as gpu:
+        names = {**gpu.attributes.names, "allocate": allocate}
+        sharing = replace(gpu.attributes, block="allocate(nbytes)", names=names)
+        monkeypatch.setattr(gpu, "attributes", sharing)
+
+        def allocator_like(shape: tuple[int, ...], dtype: Any, beside: Any) -> Callable[..., Array]:
+            return lambda block=None: Array(block.ptr if block else 64, shape)
+
+        monkeypatch.setattr(gpu, "allocator_like", allocator_like)
+        monkeypatch.setattr(guarded, "_MOST_SHARED", 3 * NBYTES if shares else 3 * NBYTES - 1)
+        for _ in range(6):
+            found = rawattn.attention_backward(*of_backward())
+        made = [x.address for x in found[:3] if x is not None]
+        assert gpu.launched[-1][-3:] == made
+    expected = [(1 << 30) + n * guarded._ALIGNMENT for n in range(3)] if shares else [64] * 3
+    assert made == expected
+    assert set(blocks) == ({3 * guarded._ALIGNMENT} if shares else set())
+
+
+def test_an_lse_does_not_keep_a_whole_output() -> None:
+    assert guarded._places([2048, 64]) == ()
+    assert guarded._places([2048, 0]) == ()
+    assert guarded._places([0, 0]) == ()
+    assert guarded._places([2048]) == ()
+    assert guarded._places([700, 700, 300]) == (2560, 1024, 2048)

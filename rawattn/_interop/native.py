@@ -127,8 +127,13 @@ class CuPy(_GeneratedReaders):
                 address="({x}_ := {x}.data).ptr",
                 form="{x}.shape, {x}._c_contiguous or {x}.strides, {x}.dtype, {x}_.device_id",
                 tracked="False",
-                names={"kind": cupy.ndarray, "current_stream": cupy.cuda.get_current_stream},
+                names={
+                    "kind": cupy.ndarray,
+                    "current_stream": cupy.cuda.get_current_stream,
+                    "allocate": cupy.cuda.alloc,
+                },
                 stream="current_stream(device).ptr",
+                block="allocate(nbytes)",
             )
         )
         self.kinds = (cupy.ndarray,)

@@ -33,6 +33,8 @@ class Attributes:
     tracked: whether x requires a gradient. has_tangents: whether an array may have another derivative, asked once a call.
     have_values: whether arrays have values at all, asked once a call.
     stream: the handle of the current stream on `device`; `stream_of` is `Native.stream`.
+    block: memory of `nbytes` bytes on the current stream, which has an address `ptr`; with an offset added, the makers of
+    `Native.allocator_like` take it in place of memory of their own. Empty if there is no such memory.
     """
 
     plain: str
@@ -43,6 +45,7 @@ class Attributes:
     have_values: str = "True"
     has_tangents: str = "False"
     stream: str = "stream_of(device)"
+    block: str = ""
 
     def reader(self, given: tuple[bool, ...]) -> Reader:
         """A function of len(given) arrays, with None for those that are not given. It returns a `native.Read`, or None."""

@@ -7,6 +7,7 @@ launches. A call that is found by its key does the same in several functions, wi
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,12 +22,17 @@ from rawattn._runtime.runs import Lone
 # their derivatives would be lost.
 GuardedCall = Callable[..., Any]
 
+# Results of alike sizes share a block of memory up to this size in bytes, which saves most of what allocating each takes. It is
+# freed with the last of them. How many times as large as the smallest result it may be; what results begin at multiples of.
+_MOST_SHARED, _LEAST_SHARE, _ALIGNMENT = 4 << 20, 16, 512
+
 _TEXT = """\
-def make(form, native, is_recording, allocators, run, given, lone, integers, bounds, returned):
+def make(form, native, is_recording, allocators, places, run, given, lone, integers, bounds, returned):
     device, current_device, stream_of = native.current_device(), native.current_device, native.stream
     launch, blocks, counters = lone
     tails = {{}} if counters is not None else {{0: integers, 1: integers}}
     {allocators}
+    {places}
     {bounds}
     def call({arguments}):
         try:
@@ -85,7 +91,8 @@ def guarded_call(
     slots: Slots,
     native: Native,
     form: tuple[Any, ...],
-    allocators: Sequence[Callable[[], Any]],
+    allocators: Sequence[Callable[..., Any]],
+    sizes: Sequence[int],
     run: Run,
     integers: Sequence[Any],
     bounds: Sequence[tuple[int, int]],
@@ -93,17 +100,19 @@ def guarded_call(
 ) -> GuardedCall:
     """A guarded call for arrays of this form, on the device that is current now.
 
-    allocators: make the results. integers: slots behind the arrays' addresses.
+    allocators: make the results, of `sizes` bytes. integers: slots behind the arrays' addresses.
     bounds: for each other array the distances of an array to write at which they overlap (`on_gpu.overlap_bounds`).
     returned: makes the caller's result of the outputs.
     """
     launching, lone = (_RUN, (None, 0, None)) if run.lone is None else (_LAUNCH, run.lone)
-    make = _maker(native.attributes, slots, len(bounds), launching)
+    places = _places(sizes) if native.attributes.block else ()
+    make = _maker(native.attributes, slots, len(places) > 0, len(bounds), launching)
     call: GuardedCall = make(
         form,
         native,
         is_recording,
         allocators,
+        places,
         run.run,
         run.given,
         lone,
@@ -114,22 +123,42 @@ def guarded_call(
     return call
 
 
+def _places(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The size of a block that results share, and the offset of each but the first; empty if they have memory of their own."""
+    total = sum(sizes)
+    if len(sizes) < 2 or not 0 < total <= min(_MOST_SHARED, _LEAST_SHARE * min(sizes)):
+        return ()
+    ends = itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    *offsets, end = ends
+    return end, *offsets
+
+
 @functools.lru_cache(maxsize=256)
 def _maker(
-    attributes: Attributes, slots: Slots, bounds: int, launching: str
+    attributes: Attributes, slots: Slots, shared: bool, bounds: int, launching: str
 ) -> Callable[..., GuardedCall]:
+    """shared: whether results share a block."""
     arrays = [f"x{n}" for n in range(slots.given)]
     made = [f"r{n}" for n in range(slots.made)]
     addresses = [f"{x}p" for x in (*arrays, *made)]
     listed = ["0" if n is None else addresses[n] for n in slots.order]
     distances = [f"low{n} < {arrays[-1]}p - x{n}p < high{n}" for n in range(bounds)]
     outputs = [*arrays[slots.given - slots.writes :], *made]
+    if shared:
+        first, *others = made
+        results = [
+            f"block = {attributes.block}; {first}p = block.ptr; {first} = make_{first}(block)"
+        ]
+        results += [f"{r} = make_{r}(block + {r}_at); {r}p = {first}p + {r}_at" for r in others]
+    else:
+        results = [f"{r} = make_{r}(); {r}p = {attributes.address_of(r)}" for r in made]
     text = _TEXT.format(
+        places=f"nbytes, {', '.join(f'{r}_at' for r in made[1:])} = places" if shared else "",
         allocators="; ".join(f"make_{r} = allocators[{n}]" for n, r in enumerate(made)),
         arguments=", ".join(arrays),
         bounds="; ".join(f"low{n}, high{n} = bounds[{n}]" for n in range(bounds)),
         overlap=f"if {' or '.join(distances)}: return None" if bounds else "",
-        results="; ".join(f"{r} = make_{r}(); {r}p = {attributes.address_of(r)}" for r in made),
+        results="; ".join(results),
         stream=attributes.stream,
         launch=launching.format(listed=", ".join(listed)),
         # A call that writes to no array of the caller returns its one result.

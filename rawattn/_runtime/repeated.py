@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,7 @@ def repeated_call(
         native.allocator_like(shape, dtype, inputs[verb.lead_index])
         for _, shape, dtype in call.allocated_outputs
     ]
+    sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in call.allocated_outputs]
     writes = given[-1] >= len(inputs)
     bounds = on_gpu.overlap_bounds(call, len(inputs)) if writes else ()
     stream_of, current_device, address_of = native.stream, native.current_device, native.address
@@ -144,7 +146,9 @@ def repeated_call(
         own = last if of_starts is not None and isinstance(last, list) else launches
         lone = lone_of(own, prepared.run_memory)
         run = guarded.Run(launch, last, lone)
-        return guarded.guarded_call(slots, native, form, allocators, run, integers, apart, returned)
+        return guarded.guarded_call(
+            slots, native, form, allocators, sizes, run, integers, apart, returned
+        )
 
     return Repeated(repeat, of_starts, guarded_call)
 
