@@ -152,7 +152,7 @@ def stand_in_for_the_gpu() -> None:
         encode_tensor_map=lambda *given: b"\0" * 128,
     )
     target = Target(ARCH, *_ATTRIBUTES.values())
-    _set(kernel, load=_load, target=lambda device: target)
+    _set(kernel, load=_load, load_all=lambda sources, device: None, target=lambda device: target)
     compiler.device_arch = lambda device: ARCH
     _set(streams, wait=nothing, order=nothing)
     arrays = native.native_of("cupy")

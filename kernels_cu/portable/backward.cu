@@ -111,6 +111,7 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
                                     work.kv_head, work.tile);
   [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
   const int group = f.nheads_q / f.nheads_kv;
+  [[maybe_unused]] const int deltas_of_head = round_up(work.q.length, kTileQ);
 
   // Of the group's first query head.
   const auto q = rows_of<const Element>(f.q, f.q_strides, work.sequence, work.q, work.kv_head * group);
@@ -131,14 +132,12 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     // Rows past the end of the sequence get an lse and a row_delta of 0: their queries and douts are 0, and so is all
     // that comes of them. All kernels but the plain one (kProductsOnly) give them an lse of inf, which makes
     // probabilities 0 whatever is added to scores.
-    for (int i = part; i < 2 * kTileQ; i += kRoleThreads) {
+    for (int i = part; i < (kDeltaRows > 0 ? 1 : 2) * kTileQ; i += kRoleThreads) {
       const int at = i % kTileQ;
       const bool is_lse = i < kTileQ;
       float* const own = statistics + turn.stage * 2 * kTileQ + i;
       if (!kProductsOnly && is_lse && at >= valid) {
         *own = target::infinity();
-      } else if (kDeltaRows > 0 && !is_lse) {
-        *own = at < valid ? own_deltas[turn.head * work.q.length + row + at] : 0.0f;
       } else {
         target::copy_async<4>(own, (is_lse ? f.lse : p.row_delta) + first_statistic + turn.head * f.lse_head + row + at,
                               at < valid);
@@ -173,11 +172,11 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     CopyK::load(elements + kKeysAt, k, real, thread);
     CopyV::load(elements + kValuesAt, v, keys, thread);
     target::copy_async_commit();
-    if constexpr (kDeltaRows > 0) {
-      row_delta::compute(own_deltas, p, work.sequence, work.q, work.kv_head * group, group, wave, kWaves, lane);
-      target::block_sync();
-    }
     load(turn);
+    if constexpr (kDeltaRows > 0) {  // while the copies are in flight
+      row_delta::compute(own_deltas, deltas_of_head, p, work.sequence, work.q, work.kv_head * group, group, wave,
+                         kWaves, lane);
+    }
   }
   if constexpr (DbiasTile::kWrites) {
     for (int head = 0; head < (found.part == 0 ? group : 0); head += f.bias.group) {
@@ -235,7 +234,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
     const int first_row = query_tiles.first_row(turn.n);
     const int columns = column_wave * kQueryBlocks * 16;
     const float* const lse = statistics + turn.stage * 2 * kTileQ + columns;
-    const float* const delta = lse + kTileQ;
+    const float* const delta =
+        kDeltaRows > 0 ? own_deltas + turn.head * deltas_of_head + first_row + columns : lse + kTileQ;
     Element* const ds_tile = elements + kScoreGradientsAt + (buffer * kTileK + key) * kPitchP;
     Element* const weights = kFromRegisters || !Weights::kOwnTile ? p_tile : ds_tile;
     Element* const second = kSecondWeightTile ? second_weights : ds_tile;

@@ -50,9 +50,9 @@ struct Terms {
 };
 
 // Computes row_delta of all queries of a sequence, for the query heads [head, head + heads). Called by all lanes of
-// `waves` waves, of which this is number `wave`. found: gets them head by head.
-DEVICE void compute(float* found, const BackwardParams& p, int sequence, const Span& q, int head, int heads, int wave,
-                    int waves, int lane) {
+// `waves` waves, of which this is number `wave`. found: gets them, `pitch` to a head, behind its rows 0.
+DEVICE void compute(float* found, int pitch, const BackwardParams& p, int sequence, const Span& q, int head, int heads,
+                    int wave, int waves, int lane) {
   // A wave computes kRows rows of a head together: their loads are all in flight, and each lane stores one at most.
   constexpr int kSteps = kLanes < 8 ? kLanes : 8, kRows = kSteps * kDots;
   const ForwardParams& f = p.forward;
@@ -75,7 +75,12 @@ DEVICE void compute(float* found, const BackwardParams& p, int sequence, const S
       const float product = dot(dout.from(real).first, out.from(real).first, part);
       if (part == step) own = product;
     }
-    if (stores) found[(n - head) * q.length + own_row] = terms.delta(own);
+    if (stores) found[(n - head) * pitch + own_row] = terms.delta(own);
+  }
+  for (int n = 0; n < heads; n++) {
+    for (int row = q.length + wave * target::kWave + lane; row < pitch; row += waves * target::kWave) {
+      found[n * pitch + row] = 0.0f;
+    }
   }
 }
 

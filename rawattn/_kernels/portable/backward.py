@@ -300,7 +300,8 @@ def delta_rows(problem: Problem, target: Target, config: Config) -> int:
 
     The first turn of a block waits for row_delta. The launch before main, which it takes the place of, has the whole GPU.
     """
-    room = max(_LEAST_ROOM, 1 << (problem.max_seqlen_q * problem.group_heads - 1).bit_length())
+    rows = problem.group_heads * round_up(problem.max_seqlen_q, config.tile_q)
+    room = max(_LEAST_ROOM, 1 << (rows - 1).bit_length())
     with_it = replace(config, delta_rows=room).shared_bytes
     if with_it > shared_limit_of(config.blocks_per_sm, target.shared_limit):
         return 0
