@@ -73,7 +73,7 @@ def steps(
     finishes = sums_dq or (hides and not config.rewrites)
     paddings = _padding(problem, structure, operands)
     # Nothing comes before a main kernel that has all keys and queries of a sequence, if there is nothing else to prepare.
-    sets_up = problem.ragged and not (structure.on_host and not paddings)
+    sets_up = problem.ragged and (not structure.on_host or bool(paddings))
     if one_key_tile and not (config.split or finishes or sets_up or options.follow):
         config = replace(config, delta_rows=backward.delta_rows(problem, target, config))
     if not config.delta_rows:
