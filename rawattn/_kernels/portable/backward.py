@@ -65,9 +65,9 @@ _ROUNDS_WORTH_A_LAUNCH = 6
 # The costs that `delta_rows` reckons with, in microseconds of an H200. What a block of main takes for row_delta: constant, and
 # for each time its waves load _DELTA_CHUNKS chunks a lane of two arrays. The launch before main instead: constant, which counts
 # the host's time too, and bytes a microsecond. The most rounds of blocks.
-_DELTA, _DELTA_STEP, _DELTA_CHUNKS = 0.45, 1.35, 8
-_PREPARE, _PREPARED_BYTES = 2.5, 3.7e6
-_DELTA_ROUNDS = 6
+_DELTA, _DELTA_STEP, _DELTA_CHUNKS = 0.2, 1.1, 8
+_PREPARE, _PREPARED_BYTES = 3.0, 3.7e6
+_DELTA_ROUNDS = 8
 # Room for row_delta is a power of two, so that few kernels differ by it; the least of them.
 _LEAST_ROOM = 128
 # The most blocks that share a key tile; the fraction of the time without sharing that sharing must stay below; the fraction of
