@@ -21,7 +21,7 @@ from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
-from rawattn._kernels.sm90 import time_estimate
+from rawattn._kernels.sm90 import packed_lengths, time_estimate
 from rawattn._kernels.variants import strides_of_pages
 from tests.problems import CALL_OF_MANY, H200
 
@@ -189,7 +189,7 @@ def test_tiles_of_scores_under_a_window(call: tuple[Any, ...], option: str, expe
 
 
 def test_lengths_of_a_packed_batch() -> None:
-    """One sequence of many keys among others of few, and pages, whose keys nobody has counted."""
+    """Lengths that a packed batch may have use its rows up. In pages nobody has counted the keys."""
     fields = {"consumers": 1, "tile_k": 32}
     batch = replace(
         CALL_OF_MANY,
@@ -202,16 +202,44 @@ def test_lengths_of_a_packed_batch() -> None:
             "max_seqlen_k": 10_000,
         },
     )
+    found = [
+        [(part.batch, part.max_seqlen_q, part.max_seqlen_k) for part in parts]
+        for _, parts in packed_lengths.possible_lengths(batch)
+    ]
+    assert found[0] == [(1, 64, 10_000), (9, 64, 96)]
+    assert found[2] == [(10, 64, 1087)]
+    for lengths in found:
+        assert sum(count for count, _, _ in lengths) == 10
+        assert sum(count * q for count, q, _ in lengths) == 640
+        assert sum(count * k for count, _, k in lengths) == pytest.approx(10_864, abs=10)
+    of_k = [k for count, _, k in found[1] for _ in range(count)]
+    assert of_k[0] == 10_000 and of_k == sorted(of_k, reverse=True) and of_k[1] > 96 > of_k[-1] > 0
 
-    def duration(problem: Problem, **sizes: Any) -> float:
-        return time_estimate.duration(replace(problem, **sizes), 1, fields, 1)
+    def duration(problem: Problem) -> float:
+        return time_estimate.duration(problem, 1, fields, 1)
 
-    one = duration(batch, batch=1, rows_q=64, rows_k=10_000)
-    others = duration(batch, batch=9, rows_q=9 * 64, rows_k=9 * 96, max_seqlen_k=96)
-    assert duration(batch) == pytest.approx(one + others)
-    assert others < one
-    paged = replace(batch, rows_k=10_000, pages=PageForm(16, 6250, 625, False, "int32"))
-    assert duration(paged) == pytest.approx(10 * one)
+    # One SM takes about as long for each of them.
+    one = replace(batch, batch=1, rows_q=64, rows_k=10_000)
+    others = replace(batch, batch=9, rows_q=576, rows_k=864, max_seqlen_k=96)
+    assert duration(batch) == pytest.approx(duration(one) + duration(others), rel=0.01)
+    pages = PageForm(16, 6250, 625, False, "int32")
+    paged = duration(replace(one, pages=pages))
+    assert duration(replace(batch, pages=pages)) == pytest.approx(10 * paged)
+
+
+def test_a_lone_sequence_of_a_packed_batch() -> None:
+    """It has the batch's rows, whatever longer sequence the bound allows."""
+    lone = replace(CALL_OF_MANY, batch=1, group=True, ragged=True, rows_q=300, rows_k=300)
+    lone = replace(lone, max_seqlen_q=4096, max_seqlen_k=4096)
+    many = replace(lone, batch=100_000, rows_q=200_000, rows_k=200_000)
+    assert all(
+        sum(part.batch for part in parts) == many.batch
+        for _, parts in packed_lengths.possible_lengths(many)
+    )
+    for _, parts in packed_lengths.possible_lengths(lone):
+        assert [(part.batch, part.max_seqlen_q, part.max_seqlen_k) for part in parts] == [
+            (1, 300, 300)
+        ]
 
 
 def test_key_tiles_that_begin_before_a_window() -> None:
@@ -399,17 +427,18 @@ def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
 
 
 def test_tiles_of_packed_batches() -> None:
-    """A packed batch takes other tiles than usual only if these are faster at its mean length too, not just at the bound."""
+    """A packed batch takes other tiles than usual if these are faster for the lengths that it may have, taken together."""
 
-    def consumers(*lengths: int, nheads: int = 4) -> int:
+    def consumers(*lengths: int, nheads: int = 4, causal: bool = True) -> int:
         q = np.broadcast_to(np.float16(0), (sum(lengths), nheads, 128))
         seqs = SeqLayout.from_lengths(lengths, lengths)
-        problem, _ = describe(q, q, q, seqs=seqs, causal=True)
+        problem, _ = describe(q, q, q, seqs=seqs, causal=causal)
         return sm90_forward.choose(problem, H200, Operands()).consumers
 
     usual = consumers(*[4000] * 8)
     assert consumers(3000) < usual
     assert consumers(300, 300, 300, 300, nheads=16) == usual
+    assert consumers(1517, 191, nheads=20, causal=False) == 2 < usual
 
 
 def test_no_queries() -> None:

@@ -268,27 +268,23 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         if table == "paged":
             others += (row.fields for row in _rows(table, wide)[1:])
 
-    def duration(choice: tuple[Mapping[str, Any], bool], lengths: Problem) -> float:
-        fields, split_keys = choice
+    def duration(fields: Mapping[str, Any], split_keys: bool, enough: float) -> float:
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
-        least = least_piece_tiles(lengths, fields["tile_k"]) if split_keys else 0
+        least = least_piece_tiles(problem, fields["tile_k"]) if split_keys else 0
         return time_estimate.duration(
-            lengths, target.multiprocessors, fields, heads, _blocks(fields), least
+            problem, target.multiprocessors, fields, heads, _blocks(fields), least, enough
         )
 
-    rows_of_tables = (usual, *others)
+    rows_of_tables: list[Mapping[str, Any]] = []
+    for row in (usual, *others):  # tables share rows
+        if row not in rows_of_tables:
+            rows_of_tables.append(row)
     choices = [(fields, False) for fields in rows_of_tables]
     choices += [(fields, True) for fields in rows_of_tables if may_split and _blocks(fields) == 1]
-    durations = [duration(each, problem) for each in choices]
-    if problem.ragged and problem.group and problem.pages is None:
-        # Another row must win twice: with lengths as unlike as they may be, and with all of the mean length.
-        worth = _WORTH_CHANGING * durations[0]
-        by_mean = [duration(each, time_estimate.averaged(problem)) for each in choices]
-        durations = [
-            mean if each < worth else math.inf
-            for mean, each in zip(by_mean, durations, strict=True)
-        ]
-        durations[0] = by_mean[0]
+    durations: list[float] = []
+    for fields, split_keys in choices:
+        enough = _EQUAL * min(durations, default=math.inf)
+        durations.append(duration(fields, split_keys, enough))
     if min(durations) >= _WORTH_CHANGING * durations[0]:
         return usual, False
     # The first of those that are about equally fast: the order of the tables is measured, the times are estimates.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rawattn._call.problem import Problem
-from rawattn._kernels.sm90.time_estimate import averaged
+from rawattn._kernels.sm90.packed_lengths import mean_lengths
 
 # Heads are interleaved if that leaves at most this fraction of the tiles. Interleaved tiles may end in unused rows, so a
 # smaller gain does not pay (docs/notes/hopper-forward.md).
@@ -30,7 +30,7 @@ def interleaves(problem: Problem, tile_rows: int) -> bool:
     """
     group, rows = problem.group_heads, problem.max_seqlen_q
     if problem.group:  # a long sequence fills its tiles either way
-        rows = averaged(problem).max_seqlen_q
+        rows = mean_lengths(problem)[0]
     by_head = (
         problem.alibi_slopes,
         problem.bias,

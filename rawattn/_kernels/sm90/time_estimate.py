@@ -8,14 +8,15 @@ All times are in one unit: the time that a tile of two consumers (128 rows) take
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rawattn._call.problem import Problem
+from rawattn._kernels.sm90.packed_lengths import possible_lengths
 
 # These tables are indexed by the largest head dim that a line serves, then by the consumers of all blocks that an SM runs at
 # once. Consumers share the tensor cores and the special function units; one consumer alone leaves one idle while it uses the
@@ -52,6 +53,9 @@ _WINDOW_PACES: dict[int, dict[tuple[int, int], float]] = {
 _MASKED_KEYS = 16
 # Consumers without rows save this fraction of the time that the tile would save if it did not have them.
 _IDLE_CONSUMER_SAVING = 0.56
+# A block of a packed batch looks up the place of its first tile. If it has the SM to itself, nothing hides this much of that.
+# `_WINDOW_PACES` were measured with it.
+_LOOKUP_KEYS = 60
 # Merging the items of unlike tiles makes a call longer by the time of this many keys.
 _MERGE_KEYS = 1024
 # Where tiles are split by keys, in keys:
@@ -83,43 +87,128 @@ def duration(
     heads: int,
     blocks: int = 1,
     least: int = 0,
+    enough: float = math.inf,
 ) -> float:
-    """The estimated time of a call, in the module's unit, with sequences as long as they may be (`_of_equal_lengths`).
+    """The estimated time of a call, in the module's unit.
+
+    The geometric mean over the lengths that sequences of a packed batch may have (`packed_lengths`). Other sequences are
+    taken to be as long as they may be, in pages too, as it is not known how many keys lie there.
 
     fields: of a row of the tile tables.
     heads: query heads whose rows share a tile.
     blocks: the most that an SM runs at once.
     least: the fewest key tiles of a piece where tiles are split by keys, 0 where none are. Of alike tiles those behind whole
     rounds are split, of unlike ones those that are longer than an equal share of all work.
+    enough: a time beyond which only that it is beyond matters.
     """
-    rows = 64 * fields["consumers"]
-    parts = _of_equal_lengths(problem)
-    every = sum(count(part, rows, heads) for part in parts)
-    most, blocks = blocks, max(1, min(blocks, -(-every // multiprocessors)))
-    alone_on_sm = blocks == 1 < most
-    tiles = [each for part in parts for each in _tiles(part, fields, heads, blocks, alone_on_sm)]
-    tiles.sort(reverse=True)
-    workers = multiprocessors * blocks
-    times = [time for time, count in tiles for _ in range(count)]  # longest first
-    if len(times) > _MOST_SIMULATED:
-        return sum(times) / workers + times[0] / 2
+    works = [
+        _Work.of(whole, parts, multiprocessors, fields, heads, blocks)
+        for whole, parts in possible_lengths(problem)
+    ]
+
+    def mean(times: Sequence[float]) -> float:
+        return math.prod(times) ** (1 / len(times))
+
+    if not least and (shortest := mean([work.shortest for work in works])) > enough:
+        return shortest
+    return mean([_duration(work, multiprocessors, fields, least) for work in works])
+
+
+class _Work(NamedTuple):
+    """The query tiles of a call whose lengths are known.
+
+    parts: problems of equally long sequences that together are the call. tiles: pairs of a time and a count, longest first.
+    workers: blocks that run at once. number, time: of all tiles. wait: before the first tile.
+    """
+
+    problem: Problem
+    parts: Sequence[Problem]
+    tiles: Sequence[tuple[float, int]]
+    workers: int
+    number: int
+    time: float
+    wait: int
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        parts: Sequence[Problem],
+        multiprocessors: int,
+        fields: Mapping[str, Any],
+        heads: int,
+        blocks: int,
+    ) -> _Work:
+        rows = 64 * fields["consumers"]
+        every = sum(count(part, rows, heads) for part in parts)
+        most, blocks = blocks, max(1, min(blocks, -(-every // multiprocessors)))
+        alone_on_sm = blocks == 1 < most
+        packed = problem.group and problem.pages is None and problem.window_left is None
+        counts: Counter[float] = Counter()
+        for part in parts:
+            for time, alike in _tiles(part, fields, heads, blocks, alone_on_sm):
+                counts[time] += alike
+        return cls(
+            problem,
+            parts,
+            tiles=sorted(counts.items(), reverse=True),
+            workers=multiprocessors * blocks,
+            number=counts.total(),
+            time=sum(time * alike for time, alike in counts.items()),
+            wait=_LOOKUP_KEYS if packed and blocks == 1 else 0,
+        )
+
+    @property
+    def shortest(self) -> float:
+        """A time that whole tiles cannot fall below."""
+        return self.wait + max(self.tiles[0][0], self.time / self.workers) if self.tiles else 0.0
+
+
+def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], least: int) -> float:
+    problem, tiles, workers, every = work.problem, work.tiles, work.workers, work.number
+    if every > _MOST_SIMULATED:
+        return work.wait + work.time / workers + tiles[0][0] / 2
     sharing = 0.0
-    idle = 0 < len(times) <= workers and not splits_by_length(problem)
+    idle = 0 < every <= workers and not splits_by_length(problem)
     if idle and not least:
-        return max(times[0], _reading(problem, len(times), Fraction(1)) / multiprocessors)
+        reading = sum(_reading(part, every, Fraction(1)) for part in work.parts) / multiprocessors
+        return work.wait + max(tiles[0][0], reading)
     if least and splits_by_length(problem):
-        fair = sum(times) / workers
-        if fair < times[0]:
+        fair = work.time / workers
+        if fair < tiles[0][0]:
             pace = _of_headdim(_TIMES, problem)[fields["consumers"]]
             begin = _of_headdim(_BEGIN_KEYS, problem)[fields["consumers"]]
             return fair + begin + _MERGE_KEYS * pace
-    elif least and (rest := len(times) % workers):
-        times[-rest:] = []
+    elif least and (rest := every % workers):
+        tiles = _without_last(tiles, rest)
         sharing = _of_pieces(problem, fields, rest, workers, least, idle)
+    return work.wait + _end(tiles, workers) + sharing
+
+
+def _without_last(tiles: Sequence[tuple[float, int]], behind: int) -> list[tuple[float, int]]:
+    """All but the last of these tiles. behind: how many to leave out."""
+    left = sum(count for _, count in tiles) - behind
+    kept = []
+    for time, count in tiles:
+        kept.append((time, min(count, left)))
+        left -= kept[-1][1]
+    return kept
+
+
+def _end(tiles: Sequence[tuple[float, int]], workers: int) -> float:
+    """When the last of these tiles ends, each taken by the worker that is free first. tiles: pairs of a time and a count."""
     ends = [0.0] * workers
-    for time in times:
-        heapq.heapreplace(ends, ends[0] + time)
-    return max(ends) + sharing
+    for time, left in tiles:
+        remaining = left
+        while remaining:
+            # All that are free before any of them has ended one of these tiles take one each; all workers do so repeatedly.
+            taking = min(remaining, bisect.bisect_right(ends, ends[0] + time))
+            rounds = remaining // workers if taking == workers else 1
+            later = [end + rounds * time for end in ends[:taking]]
+            ends = ends[taking:] + later
+            ends.sort()
+            remaining -= rounds * taking
+    return ends[-1]
 
 
 def pieces_of(tiles: int, keys: int, workers: int, least: int) -> int:
@@ -224,7 +313,11 @@ def count(problem: Problem, rows: int, heads: int) -> int:
 
 
 def _tiles(
-    problem: Problem, fields: Mapping[str, Any], heads: int, blocks: int, alone_on_sm: bool
+    problem: Problem,
+    fields: Mapping[str, Any],
+    heads: int,
+    blocks: int,
+    alone_on_sm: bool,
 ) -> list[tuple[float, int]]:
     """Pairs of a tile's time and how many tiles take it. alone_on_sm: see `_ALONE_ON_SM_PACES`."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
@@ -241,16 +334,19 @@ def _tiles(
     tiles = -(-problem.max_seqlen_q // rows)
     copies = count(problem, 64 * consumers, heads) / max(tiles, 1)
     masked = 0 if problem.window_right is None else _MASKED_KEYS
+    # Where all queries see all keys, all tiles but the last are alike.
+    alike = problem.window_left is None and problem.window_right is None and tiles > 1
     found = []
-    for n in range(tiles):
+    for n, alike_ones in (
+        [(0, tiles - 1), (tiles - 1, 1)] if alike else [(n, 1) for n in range(tiles)]
+    ):
         first, behind = n * rows, min((n + 1) * rows, problem.max_seqlen_q)
         # The keys decide the time of a tile of several heads, however few rows it has, so all its consumers count as busy.
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
         keys = tile_k * _key_tiles(problem, first, behind, tile_k) + masked
         time, alone = time_of(consumers, keys), time_of(busy, keys)
-        found.append(
-            (pace * (time - _IDLE_CONSUMER_SAVING * (time - alone)), max(1, round(copies)))
-        )
+        saved = _IDLE_CONSUMER_SAVING * (time - alone)
+        found.append((pace * (time - saved), alike_ones * max(1, round(copies))))
     return found
 
 
@@ -259,7 +355,10 @@ _T = TypeVar("_T")
 
 def _of_headdim(table: Mapping[int, _T], problem: Problem) -> _T:
     headdim = max(problem.headdim, problem.headdim_v)
-    return next(found for most, found in table.items() if headdim <= most)
+    for most, found in table.items():
+        if headdim <= most:
+            return found
+    raise ValueError(f"no line for head dim {headdim}")
 
 
 def _visible(problem: Problem, first: int, behind: int) -> int:
@@ -285,34 +384,3 @@ def _seen(problem: Problem, first: int, behind: int) -> tuple[int, int]:
     if problem.window_left is not None:
         begin = min(end, max(0, first + offset - problem.window_left))
     return begin, end
-
-
-def _of_equal_lengths(problem: Problem) -> list[Problem]:
-    """Problems of equally long sequences that together are this one.
-
-    In a packed batch as many sequences as its rows allow are as long as they may be; the others share the other rows. How many
-    keys lie in pages is not known, so there all sequences are taken to be as long as they may be.
-    """
-    if not problem.group or problem.pages is not None:
-        return [problem]
-    q = problem.rows_q, max(1, problem.max_seqlen_q)
-    k = problem.rows_k, max(1, problem.max_seqlen_k)
-    longest = max(1, min(problem.batch, *(rows // most for rows, most in (q, k))))
-    found = [replace(problem, group=False, batch=longest)]
-    if others := problem.batch - longest:
-        of_q, of_k = (
-            min(most, max(0, -(-(rows - longest * most) // others))) for rows, most in (q, k)
-        )
-        rest = replace(problem, group=False, batch=others, max_seqlen_q=of_q, max_seqlen_k=of_k)
-        found.append(rest)
-    return [each for each in found if each.max_seqlen_q]
-
-
-def averaged(problem: Problem) -> Problem:
-    """The problem of a packed batch whose sequences all have the mean length."""
-    q, k = (-(-rows // max(problem.batch, 1)) for rows in (problem.rows_q, problem.rows_k))
-    return replace(
-        problem,
-        max_seqlen_q=min(q, problem.max_seqlen_q),
-        max_seqlen_k=min(k, problem.max_seqlen_k),
-    )
