@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import random
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -240,6 +242,30 @@ def test_a_lone_sequence_of_a_packed_batch() -> None:
         assert [(part.batch, part.max_seqlen_q, part.max_seqlen_k) for part in parts] == [
             (1, 300, 300)
         ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_when_the_last_tile_ends(seed: int) -> None:
+    """Each tile is taken by the worker that is free first. A limit that a call is beyond is all that its time is then."""
+    draw = random.Random(seed)
+    times = sorted((draw.choice((draw.uniform(1, 99), 7.0)) for _ in range(12)), reverse=True)
+    tiles = [(time, draw.choice((1, 3, 20, 300))) for time in times]
+    workers = draw.choice((1, 5, 132))
+    ends = [0.0] * workers
+    for time, number in tiles:
+        for _ in range(number):
+            heapq.heapreplace(ends, ends[0] + time)
+    assert time_estimate._end(tiles, workers) == pytest.approx(max(ends))
+
+    rows = draw.randint(100, 3000)
+    q = np.broadcast_to(np.float16(0), (rows, 4, 64))
+    seqs = SeqLayout.from_lengths([rows // 3, rows - rows // 3], [rows // 3, rows - rows // 3])
+    problem, _ = describe(q, q, q, seqs=seqs, causal=True)
+    fields = {"consumers": 2, "tile_k": 64}
+    exact = time_estimate.duration(problem, 8, fields, 1)
+    for enough in (0.1 * exact, 0.9 * exact, exact, 2 * exact):
+        found = time_estimate.duration(problem, 8, fields, 1, enough=enough)
+        assert found == exact or enough < found < exact
 
 
 def test_key_tiles_that_begin_before_a_window() -> None:
