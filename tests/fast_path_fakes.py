@@ -45,9 +45,10 @@ class Framework(_GeneratedReaders):
     def __init__(self) -> None:
         super().__init__(
             Attributes(
-                plain="type({x}) is kind",
+                typed="type({x}) is kind",
+                plain="True",
                 address="{x}.address",
-                form="{x}.shape, True, {x}.dtype, {x}.device",
+                form="True, {x}.dtype, {x}.device",
                 tracked="{x}.tracked",
                 names={"kind": Array},
             )

@@ -98,7 +98,7 @@ def test_frameworks_whose_arrays_have_one_shape_take_turns(
         pass
 
     monkeypatch.setattr(gpu, "kinds", (Array, Other))
-    gpu.attributes = replace(gpu.attributes, plain="isinstance({x}, kind)")
+    gpu.attributes = replace(gpu.attributes, typed="isinstance({x}, kind)")
     monkeypatch.setitem(framework_of_type, Other, "numpy")
     others = [Other(x.address) for x in arrays()]
     for _ in range(6):
@@ -126,7 +126,7 @@ def test_a_guarded_call_launches_what_its_key_would_find(
     known(gpu, launched)
     made: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(repeated.guarded, "guarded_call", lambda *x: made.append(x))
+        patch.setattr(repeated.guarded, "guarded_call", lambda *x, **_: made.append(x))
         guarded = launched()
         assert not made
         table = fast_path.closures_by_call["attention"]

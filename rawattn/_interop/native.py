@@ -123,9 +123,10 @@ class CuPy(_GeneratedReaders):
 
         super().__init__(
             Attributes(
-                plain="type({x}) is kind",
+                typed="type({x}) is kind",
+                plain="True",
                 address="({x}_ := {x}.data).ptr",
-                form="{x}.shape, {x}._c_contiguous or {x}.strides, {x}.dtype, {x}_.device_id",
+                form="{x}._c_contiguous or {x}.strides, {x}.dtype, {x}_.device_id",
                 tracked="False",
                 names={
                     "kind": cupy.ndarray,
@@ -185,12 +186,12 @@ class Torch(_GeneratedReaders):
         self.is_traced = torch.compiler.is_dynamo_compiling
         super().__init__(
             Attributes(
+                typed="(type({x}) is tensor or type({x}) is parameter)",
                 # The memory of a negated view does not hold its values. Only parts of complex numbers are such views, which
                 # bfloat16 has none of.
-                plain="(type({x}) is tensor or type({x}) is parameter) and "
-                "(({x}t := {x}.dtype) is bfloat16 or not {x}.is_neg()) and ({x}_ := {x}.get_device()) >= 0",
+                plain="(({x}t := {x}.dtype) is bfloat16 or not {x}.is_neg()) and ({x}_ := {x}.get_device()) >= 0",
                 address="{x}.data_ptr()",
-                form="{x}.shape, {x}.is_contiguous() or {x}.stride(), {x}t, {x}_",
+                form="{x}.is_contiguous() or {x}.stride(), {x}t, {x}_",
                 tracked="{x}.requires_grad",
                 names={
                     "tensor": torch.Tensor,

@@ -28,8 +28,9 @@ def read({arguments}):
 class Attributes:
     """How arrays of a framework are read: Python expressions of an array `{x}`. names: the other names in them.
 
-    plain: whether the other expressions are valid for x; it may bind `{x}_`. address: of the first element.
-    form: the hashable form of x; strides are True for C order, in which the shape determines them.
+    typed, plain: whether the other expressions are valid for x, by its type and otherwise; plain may bind `{x}_`.
+    address: of the first element.
+    form: the hashable form of x behind its shape; strides are True for C order, in which the shape determines them.
     tracked: whether x requires a gradient. has_tangents: whether an array may have another derivative, asked once a call.
     have_values: whether arrays have values at all, asked once a call.
     stream: the handle of the current stream on `device`; `stream_of` is `Native.stream`.
@@ -37,6 +38,7 @@ class Attributes:
     `Native.allocator_like` take it in place of memory of their own. Empty if there is no such memory.
     """
 
+    typed: str
     plain: str
     address: str
     form: str
@@ -59,15 +61,22 @@ class Attributes:
         return self.define(text, "read")
 
     def expressions(
-        self, arguments: Sequence[str], given: Sequence[bool] | None = None
+        self,
+        arguments: Sequence[str],
+        given: Sequence[bool] | None = None,
+        first_is_known: bool = False,
     ) -> dict[str, str]:
         """What generated functions of these arguments consist of. given: whether each is an array, not None; by default all.
+
+        first_is_known: whether the type and the shape of the first array are those of the call that is repeated.
 
         valid: whether all can be read, if they have values; the others are valid only then.
         addresses: statements that assign the address of an array `x` to `xp`.
         form: the parts of `Read`'s form, separated by commas. tracked: whether an array has a derivative.
         """
-        forms = [self.form.replace("{x}", x) for x in arguments]
+        forms = [f"{x}.shape, {self.form.replace('{x}', x)}" for x in arguments]
+        if first_is_known:
+            forms[0] = self.form.replace("{x}", arguments[0])
         if given is not None:
             forms = [form if one else "None" for form, one in zip(forms, given, strict=True)]
             arguments = [x for x, one in zip(arguments, given, strict=True) if one]
@@ -77,9 +86,10 @@ class Attributes:
             return [expression.replace("{x}", x) for x in arguments]
 
         together = " | ".join(f"{x}p" for x in arguments)
+        tests = [*each(self.typed)[first_is_known:], *each(self.plain)]
         derived = [x for x in (*each(self.tracked), self.has_tangents) if x != "False"]
         return {
-            "valid": " and ".join(each(self.plain)),
+            "valid": " and ".join(x for x in tests if x != "True") or "True",
             "addresses": "; ".join(f"{x}p = {self.address_of(x)}" for x in arguments),
             "form": ", ".join((*forms, f"({together}) & 15")),
             "tracked": " or ".join(derived) or "False",

@@ -97,18 +97,23 @@ def guarded_call(
     integers: Sequence[Any],
     bounds: Sequence[tuple[int, int]],
     returned: Callable[[Sequence[Any]], Any],
+    first_is_known: bool,
 ) -> GuardedCall:
     """A guarded call for arrays of this form, on the device that is current now.
 
     allocators: make the results, of `sizes` bytes. integers: slots behind the arrays' addresses.
     bounds: for each other array the distances of an array to write at which they overlap (`on_gpu.overlap_bounds`).
     returned: makes the caller's result of the outputs.
+    first_is_known: whether the first array has the type and the shape of this form wherever the call is used.
     """
     launching, lone = (_RUN, (None, 0, None)) if run.lone is None else (_LAUNCH, run.lone)
     places = _places(sizes) if native.attributes.block else ()
-    make = _maker(native.attributes, slots, len(places) > 0, len(bounds), launching)
+    make = _maker(
+        *(native.attributes, slots, first_is_known),
+        *(len(places) > 0, len(bounds), launching, returned is tuple),
+    )
     call: GuardedCall = make(
-        form,
+        form[first_is_known:],
         native,
         is_recording,
         allocators,
@@ -135,9 +140,15 @@ def _places(sizes: Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _maker(
-    attributes: Attributes, slots: Slots, shared: bool, bounds: int, launching: str
+    attributes: Attributes,
+    slots: Slots,
+    first_is_known: bool,
+    shared: bool,
+    bounds: int,
+    launching: str,
+    in_a_tuple: bool,
 ) -> Callable[..., GuardedCall]:
-    """shared: whether results share a block."""
+    """shared: whether results share a block. in_a_tuple: whether the caller gets the outputs in a tuple."""
     arrays = [f"x{n}" for n in range(slots.given)]
     made = [f"r{n}" for n in range(slots.made)]
     addresses = [f"{x}p" for x in (*arrays, *made)]
@@ -161,8 +172,15 @@ def _maker(
         results="; ".join(results),
         stream=attributes.stream,
         launch=launching.format(listed=", ".join(listed)),
-        # A call that writes to no array of the caller returns its one result.
-        returned="r0" if outputs == ["r0"] else f"returned(({', '.join(outputs)},))",
-        **attributes.expressions(arrays),
+        returned=_returned(outputs, in_a_tuple),
+        **attributes.expressions(arrays, first_is_known=first_is_known),
     )
     return attributes.define(text, "make")
+
+
+def _returned(outputs: Sequence[str], in_a_tuple: bool) -> str:
+    all_outputs = f"({', '.join(outputs)},)"
+    if in_a_tuple:
+        return all_outputs
+    # A call that writes to no array of the caller returns its one result.
+    return "r0" if list(outputs) == ["r0"] else f"returned({all_outputs})"

@@ -36,13 +36,13 @@ class Repeated:
     """How a call is repeated.
 
     of_starts: of a call on a layout with starts on the host, makes the last argument of `repeat` of this layout.
-    guarded: makes a guarded call of the form of its arrays and the last argument of `repeat`; None where a mask's memo, which
-    differs from call to call, is that argument.
+    guarded: makes a guarded call of the form of its arrays, the last argument of `repeat`, and whether the first array always
+    has the type and the shape of this form; None where a mask's memo, which differs from call to call, is that argument.
     """
 
     repeat: Repeat
     of_starts: Callable[[Any], Any] | None = None
-    guarded: Callable[[tuple[Any, ...], Any], GuardedCall] | None = None
+    guarded: Callable[[tuple[Any, ...], Any, bool], GuardedCall] | None = None
 
 
 def repeated_call(
@@ -141,13 +141,14 @@ def repeated_call(
     slots = guarded.Slots(order, len(given), len(made), writes)
     apart = [bounds[n] for n in given[:-1]] if writes else ()
 
-    def guarded_call(form: tuple[Any, ...], with_it: Any) -> GuardedCall:
+    def guarded_call(form: tuple[Any, ...], with_it: Any, first_is_known: bool) -> GuardedCall:
         integers, last = with_it if layout_in_key else ((), dense if with_it is None else with_it)
         own = last if of_starts is not None and isinstance(last, list) else launches
         lone = lone_of(own, prepared.run_memory)
         run = guarded.Run(launch, last, lone)
         return guarded.guarded_call(
-            slots, native, form, allocators, sizes, run, integers, apart, returned
+            *(slots, native, form, allocators, sizes, run, integers, apart, returned),
+            first_is_known=first_is_known,
         )
 
     return Repeated(repeat, of_starts, guarded_call)

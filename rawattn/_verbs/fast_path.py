@@ -138,7 +138,9 @@ def with_fast_path(
                         shape = args[0].shape
                         guarded_key = first, shape
                         if options:
-                            guarded_key = first, shape, options_key, len(arrays)
+                            guarded_key = first, shape, options_key
+                            if arrays is not args:
+                                guarded_key = first, shape, options_key, len(arrays)
                         guarded = guarded_calls.get(guarded_key, _UNKNOWN)
                     elif type(seqs) is SeqLayout:
                         guarded_calls = seqs._calls
@@ -202,7 +204,10 @@ def with_fast_path(
                     if not guarded and repeated.guarded is not None:
                         # Made where the call is repeated once more: layouts are often used once.
                         if guarded is None:
-                            guarded_calls[guarded_key] = repeated.guarded(form, lengths)
+                            # Those that no layout keeps are found by the type and the shape of the first array.
+                            guarded_calls[guarded_key] = repeated.guarded(
+                                form, lengths, seqs is None
+                            )
                         else:
                             most = _MAX_CLOSURES if seqs is None else _MAX_KEPT
                             if len(guarded_calls) >= most:

@@ -52,9 +52,10 @@ class Native(_GeneratedReaders, Allocator):
 
     def __init__(self, device: Device) -> None:
         attributes = Attributes(
-            plain="isinstance({x}, kind)",
+            typed="isinstance({x}, kind)",
+            plain="True",
             address="{x}.data.ptr",
-            form="{x}.shape, {x}.strides, {x}.dtype, 0",
+            form="{x}.strides, {x}.dtype, 0",
             tracked="False",
             names={"kind": OnDevice},
         )
