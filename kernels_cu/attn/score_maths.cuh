@@ -73,6 +73,41 @@ DEVICE float power(float x) {
     return power<kExponent / 2>(x * x);
 }
 
+// Functions in calls of 32-bit elements. div is a division that depends on the score; the third argument is 1 / y,
+// where y is a literal number.
+namespace exact {
+DEVICE float div(float x, float y) { return x / y; }
+DEVICE float div(float x, float y, float) { return x / y; }
+DEVICE float exp(float x) { return target::exp(x); }
+DEVICE float log(float x) { return target::log(x); }
+DEVICE float tanh(float x) { return target::tanh(x); }
+}  // namespace exact
+
+// The same in calls of 16-bit elements: without branches, and with errors of some units of float32's last place, which
+// are far below the rounding of such elements. log has an absolute error of 2^-22 near 1.
+namespace quick {
+DEVICE float div(float x, float y) { return x * target::reciprocal(y); }
+DEVICE float div(float x, float, float reciprocal_of_y) { return x * reciprocal_of_y; }
+DEVICE float exp(float x) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  return target::exp2(x * kLog2E);
+}
+DEVICE float log(float x) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  return target::quick_log2(x) * kLn2;
+}
+// A rational function, whose largest relative error is 5e-7. Beyond its range tanh is 1 up to that.
+DEVICE float tanh(float x) {
+  constexpr float kEnd = 7.8f;
+  constexpr float kP[5] = {0.999999825f, 0.127284065f, 2.71287291e-3f, 7.28762386e-6f, -6.37106154e-9f};
+  constexpr float kQ[4] = {1.0f, 0.460615974f, 2.292015e-2f, 1.98871011e-4f};
+  const float t = target::clamp(x, -kEnd, kEnd), y = t * t;
+  const float p = fmaf(fmaf(fmaf(fmaf(kP[4], y, kP[3]), y, kP[2]), y, kP[1]), y, kP[0]);
+  const float q = fmaf(fmaf(fmaf(kQ[3], y, kQ[2]), y, kQ[1]), y, kQ[0]);
+  return t * p * target::reciprocal(q);
+}
+}  // namespace quick
+
 // Rounds towards 0. A value out of range becomes the lowest or the largest int, NaN becomes 0.
 DEVICE int saturated(float x) {
   if (!(x > -2147483648.0f)) return x == x ? kLowest : 0;

@@ -90,6 +90,11 @@ DEVICE float exp2(float x) {
   return y;
 }
 DEVICE float log2(float x) { return ::log2f(x); }
+DEVICE float quick_log2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEVICE float exp(float x) { return ::expf(x); }
 DEVICE float log(float x) { return ::logf(x); }
 DEVICE float sin(float x) { return ::sinf(x); }
@@ -104,6 +109,12 @@ DEVICE float reciprocal(float x) {
   return y;
 }
 DEVICE float tanh(float x) { return ::tanhf(x); }
+DEVICE float clamp(float x, float low, float high) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(high));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(y) : "f"(low));
+  return y;
+}
 DEVICE int bits_of(float x) { return __float_as_int(x); }
 DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 

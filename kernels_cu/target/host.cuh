@@ -194,6 +194,7 @@ DEVICE int wave_uniform(int x) {
 
 DEVICE float exp2(float x) { return ::exp2f(x); }
 DEVICE float log2(float x) { return ::log2f(x); }
+DEVICE float quick_log2(float x) { return ::log2f(x); }
 DEVICE float exp(float x) { return ::expf(x); }
 DEVICE float log(float x) { return ::logf(x); }
 DEVICE float sin(float x) { return ::sinf(x); }
@@ -203,6 +204,7 @@ DEVICE float floor(float x) { return ::floorf(x); }
 DEVICE float fmod(float x, float y) { return ::fmodf(x, y); }
 DEVICE float pow(float x, float y) { return ::powf(x, y); }
 DEVICE float tanh(float x) { return ::tanhf(x); }
+DEVICE float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 DEVICE float reciprocal(float x) { return 1.0f / x; }
 
 DEVICE float to_float(float x) { return x; }

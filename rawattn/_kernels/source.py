@@ -53,7 +53,10 @@ def source(
         from rawattn._scores.program import ScoreText
 
         assert isinstance(score_mod, ScoreText)
-        lines += ['#include "attn/params.cuh"', device_text(score_mod)]
+        lines += [
+            '#include "attn/params.cuh"',
+            device_text(score_mod, exact=element not in ("float16", "bfloat16")),
+        ]
     lines += [f'#include "{file}"', *structs.assertions(struct), ""]
     return Source(entry=entry, text="\n".join(lines), summary=summary)
 

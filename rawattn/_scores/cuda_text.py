@@ -33,6 +33,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from rawattn._scores.derive import mentions
 from rawattn._scores.expression import (
     BOOL,
     FLOAT,
@@ -73,7 +74,9 @@ _INFIX = {
     "or": "||",
 }
 _OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-_TARGET = frozenset({"exp", "log", "tanh", "sin", "cos", "sqrt", "floor"})
+_TARGET = frozenset({"sin", "cos", "sqrt", "floor"})
+_MATHS = frozenset({"exp", "log", "tanh"})
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _POWERS = 16  # the largest integer exponent of a float that is computed by multiplications
 _MAX_SHARED = 4  # the most values per head that a kernel keeps in registers across tiles
 _PER_SCORE_LEAVES = frozenset({SCORE, *(position(name) for name in ("q_idx", "kv_idx"))})
@@ -85,14 +88,15 @@ _AT_LINE = re.compile(
 )
 
 
-def device_text(text: ScoreText) -> str:
+def device_text(text: ScoreText, *, exact: bool) -> str:
     """The struct `config::ScoreMod` for a score text in either language.
 
+    exact: whether functions are as exact as float32, or quicker and exact enough for scores of 16-bit elements.
     A CUDA text without a `backward` has no derivative: a kernel that calls `derivative` does not compile.
     """
     require_float32(text)
     members = _of_expression(text) if text.language == "expression" else _of_cuda(text)
-    return _struct("ScoreMod", members)
+    return _struct("ScoreMod", members, exact)
 
 
 def predicate_text(text: ScoreText) -> str:
@@ -101,7 +105,7 @@ def predicate_text(text: ScoreText) -> str:
     body = _body(text, (predicate(text),))
     lines = [*body.lines, f"return {body.results[0]};"]
     holds = _function("static bool holds", "", lines, constant=False)
-    return _struct("Predicate", [holds])
+    return _struct("Predicate", [holds], exact=True)
 
 
 def compile_error_message(log: str, text: ScoreText) -> str:
@@ -295,11 +299,21 @@ def _cpp_of(text: ScoreText, node: Expression, args: list[str]) -> str:
         return _to_float(node.args[0], args[0])
     if node.op in _INFIX:
         return f"{args[0]} {_INFIX[node.op]} {args[1]}"
+    if (node.op, node.type) == ("div", FLOAT) and mentions(node, SCORE):
+        return _quotient(node.args[1], *args)
     if node.type == FLOAT and node.op in _OF_FLOATS:
         return f"{args[0]} {_OF_FLOATS[node.op]} {args[1]}"
     if node.type == FLOAT and node.op == "neg":
         return f"-{args[0]}"
-    return f"{'target' if node.op in _TARGET else 'score_maths'}::{node.op}({', '.join(args)})"
+    space = "target" if node.op in _TARGET else "maths" if node.op in _MATHS else "score_maths"
+    return f"{space}::{node.op}({', '.join(args)})"
+
+
+def _quotient(divisor: Expression, x: str, y: str) -> str:
+    """A division that depends on the score. One of positions alone is always exact: its floor may be the number of a block."""
+    if divisor.op == "const" and divisor.value and _LEAST <= abs(1.0 / divisor.value) <= _MOST:
+        return f"maths::div({x}, {y}, {_float(1.0 / divisor.value)})"
+    return f"maths::div({x}, {y})"
 
 
 def _to_float(node: Expression, x: str) -> str:
@@ -358,8 +372,9 @@ def _indented(lines: Iterable[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _struct(name: str, members: Iterable[str]) -> str:
-    body = "\n".join(members)
-    return (
-        f"{_INCLUDES}namespace config {{\nstruct {name} {{\n{body}\n}};\n}}  // namespace config\n"
+def _struct(name: str, members: Iterable[str], exact: bool) -> str:
+    lines = (
+        *("namespace config {", f"namespace maths = score_maths::{'exact' if exact else 'quick'};"),
+        *(f"struct {name} {{", *members, "};", "}  // namespace config"),
     )
+    return _INCLUDES + "\n".join(lines) + "\n"

@@ -77,7 +77,8 @@ def attention_backward(
         the query heads that share a kv head are summed. dbias has the shape and dtype of the bias, summed in float32 over
         the axes along which the bias is broadcast. captured is a dict of the gradients of the arrays that ``score_mod`` has
         in ``wrt``. A gradient whose input was not given, or that is not wanted, is None. `alibi_slopes` have no gradient;
-        slopes that a `ScoreMod` captures have one.
+        slopes that a `ScoreMod` captures have one. Small gradients of CuPy arrays may share one block of memory, of 4 MiB at
+        most, which is freed with the last of them.
 
     Rows that see no key have dq 0; keys that no query sees have dk = dv = 0. The contents of padding rows, NaN included,
     never affect a gradient. A NaN in q, k, v or dout reaches only gradients of queries and keys that see each other.

@@ -31,12 +31,12 @@ _PROBE = np.dtype(
 )
 
 
-def kernel_text(mods: Sequence[ScoreMod | Predicate]) -> str:
+def kernel_text(mods: Sequence[ScoreMod | Predicate], exact: bool) -> str:
     """A kernel that evaluates one of several functions, each in a namespace of its own."""
     texts, calls = [], []
     for n, mod in enumerate(mods):
         is_predicate = isinstance(mod, Predicate)
-        text = predicate_text(mod.text) if is_predicate else device_text(mod.text)
+        text = predicate_text(mod.text) if is_predicate else device_text(mod.text, exact=exact)
         texts.append(text.replace("namespace config", f"namespace config{n}"))
         kind = "Holds" if is_predicate else "Values"
         name = "Predicate" if is_predicate else "ScoreMod"
@@ -97,16 +97,18 @@ KERNEL LAUNCH_BOUNDS(32, 1) void probe(PARAMETER Probe p) {{
 """
 
 
-def source(mods: Sequence[ScoreMod | Predicate]) -> Source:
-    return Source("probe", kernel_text(mods), f"{len(mods)} score texts")
+def source(mods: Sequence[ScoreMod | Predicate], *, exact: bool = True) -> Source:
+    return Source("probe", kernel_text(mods, exact), f"{len(mods)} score texts")
 
 
 class Device:
     """Score functions compiled together, evaluated with the arrays that they captured or others of the same form."""
 
-    def __init__(self, builder: Builder, mods: Sequence[ScoreMod | Predicate]) -> None:
+    def __init__(
+        self, builder: Builder, mods: Sequence[ScoreMod | Predicate], *, exact: bool = True
+    ) -> None:
         self._mods = list(mods)
-        self._kernel = builder.kernel(Build(source(mods), checked=True))
+        self._kernel = builder.kernel(Build(source(mods, exact=exact), checked=True))
 
     def run(
         self, mod: ScoreMod | Predicate, scores: np.ndarray, positions: np.ndarray

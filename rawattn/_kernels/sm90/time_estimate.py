@@ -198,16 +198,16 @@ def _without_last(tiles: Sequence[tuple[float, int]], behind: int) -> list[tuple
 def _end(tiles: Sequence[tuple[float, int]], workers: int) -> float:
     """When the last of these tiles ends, each taken by the worker that is free first. tiles: pairs of a time and a count."""
     ends = [0.0] * workers
-    for time, left in tiles:
-        remaining = left
-        while remaining:
+    for time, count in tiles:
+        left = count
+        while left:
             # All that are free before any of them has ended one of these tiles take one each; all workers do so repeatedly.
-            taking = min(remaining, bisect.bisect_right(ends, ends[0] + time))
-            rounds = remaining // workers if taking == workers else 1
+            taking = min(left, bisect.bisect_right(ends, ends[0] + time))
+            rounds = left // workers if taking == workers else 1
             later = [end + rounds * time for end in ends[:taking]]
             ends = ends[taking:] + later
             ends.sort()
-            remaining -= rounds * taking
+            left -= rounds * taking
     return ends[-1]
 
 
