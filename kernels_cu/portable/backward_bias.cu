@@ -216,9 +216,10 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
   Share now = find(Share{0, first_share, 0, 0, 0, 0, {0, 0}, {0, 0}});
   if constexpr (!kSumsRows && !kSumsKeys) write_tiles(0, now.tile);
   if (now.tile < work.tiles) load_queries_and_keys(now);
-  // All shares of a tile have the same bias: it is loaded anew only where the tile is not the one that is held.
+  // All shares of a tile have the same bias, of which those held have lost what their rows do not see (bias_clearer).
+  // It is loaded anew only where the tile or the lengths, on which that depends, are not those of the bias held.
   AddedScores<C, kRowBlocks, kKeyBlocks> added;
-  int held = -1;
+  int held = -1, held_q = 0, held_k = 0;
 #pragma unroll 1
   while (now.tile < work.tiles) {
     const Visible visible(f, now.q.length, now.k.length);
@@ -235,9 +236,9 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
         delta[m][slot] = real ? p.row_delta[at] : 0.0f;
       }
     }
-    if (kSumsRows || kSumsKeys || now.tile != held) {
+    if (kSumsRows || kSumsKeys || now.tile != held || now.q.length != held_q || now.k.length != held_k) {
       added.load(rule, tile.row, tile.key, lane);
-      held = now.tile;
+      held = now.tile, held_q = now.q.length, held_k = now.k.length;
     } else {
       added.load_distances(rule, tile.row, tile.key, lane);
     }

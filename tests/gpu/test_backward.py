@@ -131,6 +131,26 @@ def test_a_bias_of_one_row(case: Case, heads: str) -> None:
     verify(replace(case, bias=Pairs(rows=False, heads=heads)), CUPY)
 
 
+_LENGTHS = (40, 1100, 700, 0, 1100, 333)
+
+
+@pytest.mark.parametrize("heads", ["one", "q"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ragged("causal", _LENGTHS, _LENGTHS, **_GROUPS, headdim=64, causal=True),
+        ragged("full", _LENGTHS, _LENGTHS[::-1], **_GROUPS, headdim=128),
+        ragged("float32", _LENGTHS, _LENGTHS, **_GROUPS, headdim=64, dtype="float32", window=(90, 30)),
+        padded("padded", _LENGTHS, _LENGTHS, 1100, 1100, **_GROUPS, headdim=64, on_device=True, causal=True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bias_of_sequences_of_other_lengths(case: Case, heads: str) -> None:
+    """A block that sums the gradient over sequences finds the bias of what one of them does not see and the next one does."""
+    require(case, "cuda")
+    verify(replace(case, bias=Pairs(batch=False, heads=heads)), CUPY)
+
+
 _GAPS = {"room_q": (920, 3, 1100), "room_k": (310, 80, 150), "by_q": "both", "by_k": "both"}
 
 

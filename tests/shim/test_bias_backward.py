@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn import SeqLayout
 from tests import exhaustive
 from tests.shim.device import MakeDevice
 from tests.shim.score_calls import BFLOAT16, DTYPES, arrays, hiding, normal
@@ -27,6 +28,33 @@ def test_dbias_of_every_broadcast(
     causal = (heads + batch + rows) % 2 == 0
     with small_tiles():
         verify_backward(machine(), "portable", *arrays(), bias=bias, causal=causal)
+
+
+@pytest.mark.parametrize("keys", [(9, 75, 40), (75, 9, 75)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "option"),
+    [
+        (1, DTYPES[2], {}),
+        (4, BFLOAT16, {"causal": True}),
+        (1, BFLOAT16, {"window": (20, 9)}),
+        (2, DTYPES[2], {"mask": normal(45, 75) < 1}),
+    ],
+    ids=str,
+)
+def test_dbias_of_sequences_of_other_lengths(
+    machine: MakeDevice, heads: int, dtype: Any, option: dict[str, Any], keys: tuple[int, ...]
+) -> None:
+    """A block that sums dbias over sequences finds the bias of what one of them does not see and the next one does."""
+    seqs = SeqLayout(seqlen_q=[45, 25, 45], seqlen_k=list(keys))
+    with small_tiles():
+        verify_backward(
+            machine(),
+            "portable",
+            *arrays(dtype, batch=3),
+            bias=normal(1, heads, 45, 75, dtype=dtype),
+            seqs=seqs,
+            **option,
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 45, 75), (2, 4, 1, 1), (4, 45, 75)])
