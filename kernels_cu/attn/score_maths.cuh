@@ -44,7 +44,10 @@ DEVICE float mod(float x, float y) {
 }
 DEVICE float floordiv(float x, float y) {
   if (y == 0.0f) return x / y;
-  const float quotient = (x - mod(x, y)) / y;
+  // Not of mod(): that is y for a negative x and an infinite y.
+  const float rest = target::fmod(x, y);
+  const float below = rest != 0.0f && (rest < 0.0f) != (y < 0.0f) ? 1.0f : 0.0f;
+  const float quotient = (x - rest) / y - below;
   const float whole = target::floor(quotient);
   return quotient - whole > 0.5f ? whole + 1.0f : whole;
 }
@@ -84,7 +87,8 @@ DEVICE float tanh(float x) { return target::tanh(x); }
 }  // namespace exact
 
 // The same in calls of 16-bit elements: without branches, and with errors of some units of float32's last place, which
-// are far below the rounding of such elements. log has an absolute error of 2^-22 near 1.
+// are far below the rounding of such elements. log has an absolute error of 2^-22 near 1. Divisors between 2^-126 and
+// 2^126 are divided by.
 namespace quick {
 DEVICE float div(float x, float y) { return x * target::reciprocal(y); }
 DEVICE float div(float x, float, float reciprocal_of_y) { return x * reciprocal_of_y; }
@@ -96,15 +100,15 @@ DEVICE float log(float x) {
   constexpr float kLn2 = 0.6931471805599453f;
   return target::quick_log2(x) * kLn2;
 }
-// A rational function, whose largest relative error is 5e-7. Beyond its range tanh is 1 up to that.
+// A rational function, whose largest relative error is 5e-7. From kEnd on it is 1, so that its derivative is 0 there.
 DEVICE float tanh(float x) {
   constexpr float kEnd = 7.8f;
   constexpr float kP[5] = {0.999999825f, 0.127284065f, 2.71287291e-3f, 7.28762386e-6f, -6.37106154e-9f};
   constexpr float kQ[4] = {1.0f, 0.460615974f, 2.292015e-2f, 1.98871011e-4f};
-  const float t = target::clamp(x, -kEnd, kEnd), y = t * t;
+  const float y = x * x;
   const float p = fmaf(fmaf(fmaf(fmaf(kP[4], y, kP[3]), y, kP[2]), y, kP[1]), y, kP[0]);
   const float q = fmaf(fmaf(fmaf(kQ[3], y, kQ[2]), y, kQ[1]), y, kQ[0]);
-  return t * p * target::reciprocal(q);
+  return fabsf(x) >= kEnd ? copysignf(1.0f, x) : x * p * target::reciprocal(q);
 }
 }  // namespace quick
 

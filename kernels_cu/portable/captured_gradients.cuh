@@ -54,7 +54,7 @@ struct CapturedGradients {
               const ScorePosition at = rule.position(i, j);
               const float x = gradient * mod().template partial<n>(capped[m][b].x[e], at, rule.p);
               if constexpr (kByRow && kByKey) {
-                put<n>(at, x);
+                put<n>(capped[m][b].x[e], at, x);
               } else if constexpr (kByRow) {
                 of_row += x;
               } else if constexpr (kByKey) {
@@ -66,7 +66,7 @@ struct CapturedGradients {
           }
           if constexpr (kByRow && !kByKey) {
             of_row = C::row_sum(of_row);
-            if (C::column(lane, 0) == 0) put<n>(rule.position(i, first_key), of_row);
+            if (C::column(lane, 0) == 0) put<n>(0.0f, rule.position(i, first_key), of_row);
           }
         }
       }
@@ -74,7 +74,7 @@ struct CapturedGradients {
         UNROLL for (int b = 0; b < kKeyBlocks; b++) {
           UNROLL for (int r = 0; r < C::kRun; r++) {
             const int j = first_key + b * 16 + C::column(lane, C::element(0, r));
-            put<n>(rule.position(first_row, j), of_key[b][r]);
+            put<n>(0.0f, rule.position(first_row, j), of_key[b][r]);
           }
         }
       }
@@ -91,7 +91,7 @@ struct CapturedGradients {
         UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) {
           common_sums[n] += target::shuffle_xor(common_sums[n], mask);
         }
-        if (lane == 0) put<n>(rule.position(0, 0), common_sums[n]);
+        if (lane == 0) put<n>(0.0f, rule.position(0, 0), common_sums[n]);
       }
       finish<n + 1>();
     }
@@ -100,12 +100,13 @@ struct CapturedGradients {
  private:
   // Its type is the template parameter Mod, so that this compiles where no score function has partials.
   DEVICE const Mod& mod() const { return rule.mod; }
-  // Adds x to the element that partial n of the score at a position belongs to.
+  // Adds x to the element that partial n of the score at a position belongs to. score: the capped one, which counts
+  // only where each score has an element of its own.
   template <int n>
-  DEVICE void put(const ScorePosition& at, float x) const {
+  DEVICE void put(float score, const ScorePosition& at, float x) const {
     if (x == 0.0f) return;
     const int64 array = p.captured_at[Mod::template partial_array<n>()];
-    const int64 element = array + mod().template partial_index<n>(at, rule.p);
+    const int64 element = array + mod().template partial_index<n>(score, at, rule.p);
     if constexpr (config::kExactSums) {
       static_cast<ExactSum*>(p.captured_sums)[element].add(x);
     } else {

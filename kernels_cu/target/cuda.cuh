@@ -109,12 +109,6 @@ DEVICE float reciprocal(float x) {
   return y;
 }
 DEVICE float tanh(float x) { return ::tanhf(x); }
-DEVICE float clamp(float x, float low, float high) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(high));
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(y) : "f"(low));
-  return y;
-}
 DEVICE int bits_of(float x) { return __float_as_int(x); }
 DEVICE float float_of(unsigned bits) { return __uint_as_float(bits); }
 

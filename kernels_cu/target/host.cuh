@@ -12,6 +12,7 @@ extern "C" {
 float cosf(float) noexcept;
 float exp2f(float) noexcept;
 float expf(float) noexcept;
+float copysignf(float, float) noexcept;
 float fabsf(float) noexcept;
 float floorf(float) noexcept;
 float fmaf(float, float, float) noexcept;
@@ -204,7 +205,6 @@ DEVICE float floor(float x) { return ::floorf(x); }
 DEVICE float fmod(float x, float y) { return ::fmodf(x, y); }
 DEVICE float pow(float x, float y) { return ::powf(x, y); }
 DEVICE float tanh(float x) { return ::tanhf(x); }
-DEVICE float clamp(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 DEVICE float reciprocal(float x) { return 1.0f / x; }
 
 DEVICE float to_float(float x) { return x; }

@@ -13,7 +13,7 @@
 //   exchange   shuffle(x, lane), shuffle_xor(x, mask), wave_any(predicate), wave_max(x), wave_count(predicate),
 //              wave_uniform(x)
 //   maths      exp2(x), reciprocal(x), quick_log2(x) (a few bits less accurate), log2(x), exp(x), log(x), tanh(x),
-//              sin(x), cos(x), sqrt(x), floor(x), fmod(x, y), pow(x, y), clamp(x, low, high) (of NaN: NaN)
+//              sin(x), cos(x), sqrt(x), floor(x), fmod(x, y), pow(x, y)
 //   convert    bits_of(x), float_of(bits), to_float(x), from_float<T>(x), float16_pairs(pairs, x)
 //   sums       atomic_add(address, x), add_pairs(address, x), fetch_add(counter, x), fetch_add_acq_rel(counter, x),
 //              fetch_increment_deferred(counter)

@@ -12,7 +12,7 @@ numbers:
       float derivative(float score, const ScorePosition& at, const P& p);  // anything where the value is -inf
       int partial_array<n>();                                          // the index of the array
       float partial<n>(float score, const ScorePosition& at, const P& p);
-      int64 partial_index<n>(const ScorePosition& at, const P& p);         // index of the element, in C order
+      int64 partial_index<n>(float score, const ScorePosition& at, const P& p);  // index of the element, in C order
       float added(const ScorePosition& at, const P& p);  // if kModLine: value() is score + added()
       float step(const ScorePosition& at, const P& p);   // growth of added() from one key to the next
       float row_step(const ScorePosition& at, const P& p);  // growth to the next query, if both steps depend on the head alone
@@ -76,7 +76,7 @@ _INFIX = {
 _OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _TARGET = frozenset({"sin", "cos", "sqrt", "floor"})
 _MATHS = frozenset({"exp", "log", "tanh"})
-_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_LEAST = float(np.finfo(np.float32).tiny)
 _POWERS = 16  # the largest integer exponent of a float that is computed by multiplications
 _MAX_SHARED = 4  # the most values per head that a kernel keeps in registers across tiles
 _PER_SCORE_LEAVES = frozenset({SCORE, *(position(name) for name in ("q_idx", "kv_idx"))})
@@ -205,7 +205,7 @@ def _partials(
             ]
         ),
         _function("float partial", "float score, ", values, "int n, "),
-        _function("int64 partial_index", "", indices, "int n, "),
+        _function("int64 partial_index", "float score, ", indices, "int n, "),
     ]
 
 
@@ -311,9 +311,11 @@ def _cpp_of(text: ScoreText, node: Expression, args: list[str]) -> str:
 
 def _quotient(divisor: Expression, x: str, y: str) -> str:
     """A division that depends on the score. One of positions alone is always exact: its floor may be the number of a block."""
-    if divisor.op == "const" and divisor.value and _LEAST <= abs(1.0 / divisor.value) <= _MOST:
+    if divisor.op != "const":
+        return f"maths::div({x}, {y})"
+    if divisor.value and _LEAST <= abs(1.0 / divisor.value) <= 1.0 / _LEAST:
         return f"maths::div({x}, {y}, {_float(1.0 / divisor.value)})"
-    return f"maths::div({x}, {y})"
+    return f"{x} / {y}"
 
 
 def _to_float(node: Expression, x: str) -> str:

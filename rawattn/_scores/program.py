@@ -58,9 +58,12 @@ class Program(NamedTuple):
 
     @property
     def needs_score(self) -> bool:
-        """Whether derivatives depend on the score as it was before the function."""
-        derivatives = (self.derivative, *(each.value for each in self.partials))
-        return any(derive.mentions(each, SCORE) for each in derivatives)
+        """Whether derivatives, or where they belong, depend on the score as it was before the function."""
+        found = (
+            self.derivative,
+            *(x for each in self.partials for x in (each.value, *each.indices)),
+        )
+        return any(derive.mentions(each, SCORE) for each in found)
 
 
 @functools.lru_cache(maxsize=256)

@@ -64,7 +64,7 @@ DEVICE void partials(const Probe& p, const double* x, double* y) {{
   if constexpr (n < Mod::kPartials) {{
     const Mod mod(head_of(position(x)), p);
     y[2 + 2 * n] = mod.template partial<n>(float(x[0]), position(x), p);
-    y[3 + 2 * n] = double(mod.template partial_index<n>(position(x), p));
+    y[3 + 2 * n] = double(mod.template partial_index<n>(float(x[0]), position(x), p));
     partials<Mod, n + 1>(p, x, y);
   }}
 }}

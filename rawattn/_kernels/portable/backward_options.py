@@ -16,7 +16,7 @@ from rawattn._kernels.source import ELEMENT, dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, checked, patches
 from rawattn._kernels.target import Target
-from rawattn._scores.expression import walk
+from rawattn._scores.expression import KEY, QUERY, SCORE, walk
 from rawattn._scores.program import program
 
 BIAS_ENTRY = "rawattn_backward_bias"
@@ -336,11 +336,9 @@ def partials(score_mod: Any) -> tuple[int, int]:
     """The partial derivatives of a score text whose element differs by row, and those whose element differs by key, as bits."""
     by_row = by_key = 0
     for n, partial in enumerate(program(score_mod).partials):
-        read = {
-            node.value for index in partial.indices for node in walk(index) if node.op == "position"
-        }
-        by_row |= ("q_idx" in read) << n
-        by_key |= ("kv_idx" in read) << n
+        read = {node for index in partial.indices for node in walk(index) if not node.args}
+        by_row |= (not read.isdisjoint((SCORE, QUERY))) << n
+        by_key |= (not read.isdisjoint((SCORE, KEY))) << n
     return by_row, by_key
 
 
