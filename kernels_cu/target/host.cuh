@@ -9,10 +9,10 @@
 
 // Declared here, because the C++ header costs a third of the time that a kernel takes to compile.
 extern "C" {
+float copysignf(float, float) noexcept;
 float cosf(float) noexcept;
 float exp2f(float) noexcept;
 float expf(float) noexcept;
-float copysignf(float, float) noexcept;
 float fabsf(float) noexcept;
 float floorf(float) noexcept;
 float fmaf(float, float, float) noexcept;
