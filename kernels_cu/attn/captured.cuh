@@ -20,14 +20,18 @@ DEVICE int captured_index(const Captured& array, int axis, int index) {
   return index > 0 ? index : 0;
 }
 
-template <class T, class... Indices>
+// kWide: whether some step along an axis takes more than 2^31 bytes. Else an axis costs one multiply-add of the
+// address.
+template <class T, bool kWide, class... Indices>
 DEVICE auto captured_at(const Captured& array, Indices... indices) {
   const int given[] = {indices...};
-  int64 offset = 0;
+  const char* at = static_cast<const char*>(array.data);
   UNROLL for (int axis = 0; axis < int(sizeof...(Indices)); axis++) {
-    offset += captured_index(array, axis, given[axis]) * array.strides[axis];
+    const int64 index = captured_index(array, axis, given[axis]);
+    const int64 stride = array.strides[axis];
+    at += index * (kWide ? stride * int(sizeof(T)) : int(stride) * int(sizeof(T)));
   }
-  return captured_value(static_cast<const T*>(array.data)[offset]);
+  return captured_value(*reinterpret_cast<const T*>(at));
 }
 
 // The index of an element in C order, whatever the array's strides are. Gradients are summed at this index.
@@ -42,13 +46,13 @@ DEVICE int64 captured_number(const Captured& array, Indices... indices) {
 }
 
 // A captured array as the generated code reads it: slope[head] or slope(head), table(q_idx, kv_idx).
-template <class T>
+template <class T, bool kWide>
 struct CapturedArray {
   const Captured& array;
 
   template <class... Indices>
   DEVICE auto operator()(Indices... indices) const {
-    return captured_at<T>(array, int(indices)...);
+    return captured_at<T, kWide>(array, int(indices)...);
   }
-  DEVICE auto operator[](int index) const { return captured_at<T>(array, index); }
+  DEVICE auto operator[](int index) const { return captured_at<T, kWide>(array, index); }
 };

@@ -57,11 +57,10 @@ def describe(
         given = options.mask.shape
         whole = four_axes("mask", given, shapes, lengths)
         found["mask"] = ArrayForm("bits", whole, given, kept=options.mask.kept)
-    captured = tuple(
-        ArrayForm(arrays[name].dtype.name, arrays[name].shape, arrays[name].shape)
-        for name in arrays
-        if name.startswith("captured")
-    )
+    own = [x for name, x in arrays.items() if name.startswith("captured")]
+    captured = tuple(ArrayForm(x.dtype.name, x.shape, x.shape) for x in own)
+    if text is not None:
+        text = text.of_strides(x.strides for x in own)
     return {**found, "score_mod": text, "score_scalars": scalars, "captured": captured}
 
 

@@ -73,6 +73,8 @@ _INFIX = {
     "and": "&&",
     "or": "||",
 }
+# Unsigned integers round towards 0 as Python's round down, in a third of the instructions.
+_OF_NATURAL = {"floordiv": "/", "mod": "%"}
 _OF_FLOATS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _TARGET = frozenset({"sin", "cos", "sqrt", "floor"})
 _MATHS = frozenset({"exp", "log", "tanh"})
@@ -218,8 +220,8 @@ def _of_cuda(text: ScoreText) -> list[str]:
     names.append("const float inf = target::infinity();")
     for n, (name, kind) in enumerate(text.scalars):
         names.append(f"const {kind} {name} = {_scalar(n, kind)};")
-    for n, (name, dtype, _) in enumerate(text.arrays):
-        names.append(f"const CapturedArray<{_ELEMENTS[dtype]}> {name}{{p.captured.array{n}}};")
+    for n, (name, _, _) in enumerate(text.arrays):
+        names.append(f"const CapturedArray<{_element(text, n)}> {name}{{p.captured.array{n}}};")
     names = [f"[[maybe_unused]] {line}" for line in names]
     members = [
         "static constexpr bool kAdditive = false;",
@@ -283,8 +285,8 @@ def _cpp_of(text: ScoreText, node: Expression, args: list[str]) -> str:
     if node.op == "scalar":
         return _scalar(node.value, node.type)
     if node.op == "load":
-        element = _ELEMENTS[text.arrays[node.value][1]]
-        return f"captured_at<{element}>({', '.join((f'p.captured.array{node.value}', *args))})"
+        given = ", ".join((f"p.captured.array{node.value}", *args))
+        return f"captured_at<{_element(text, node.value)}>({given})"
     if node.op == "where":
         return f"{args[0]} ? {args[1]} : {args[2]}"
     if node.op == "not":
@@ -299,6 +301,8 @@ def _cpp_of(text: ScoreText, node: Expression, args: list[str]) -> str:
         return _to_float(node.args[0], args[0])
     if node.op in _INFIX:
         return f"{args[0]} {_INFIX[node.op]} {args[1]}"
+    if node.op in _OF_NATURAL and _is_natural(node):
+        return f"int(unsigned({args[0]}) {_OF_NATURAL[node.op]} {node.args[1].value}u)"
     if (node.op, node.type) == ("div", FLOAT) and mentions(node, SCORE):
         return _quotient(node.args[1], *args)
     if node.type == FLOAT and node.op in _OF_FLOATS:
@@ -307,6 +311,22 @@ def _cpp_of(text: ScoreText, node: Expression, args: list[str]) -> str:
         return f"-{args[0]}"
     space = "target" if node.op in _TARGET else "maths" if node.op in _MATHS else "score_maths"
     return f"{space}::{node.op}({', '.join(args)})"
+
+
+def _is_natural(node: Expression) -> bool:
+    """Whether an int is never negative: a position, or its quotient or remainder of a positive number."""
+    if node.op == "position":
+        return True
+    if node.type != INT or node.op not in _OF_NATURAL:
+        return False
+    dividend, divisor = node.args
+    return divisor.op == "const" and divisor.value > 0 and _is_natural(dividend)
+
+
+def _element(text: ScoreText, index: int) -> str:
+    """The template arguments of a captured array: the type of its elements, and whether it is wide."""
+    name, dtype, _ = text.arrays[index]
+    return f"{_ELEMENTS[dtype]}, {str(name in text.wide).lower()}"
 
 
 def _quotient(divisor: Expression, x: str, y: str) -> str:

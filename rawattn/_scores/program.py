@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rawattn._scores import derive
@@ -26,6 +27,7 @@ class ScoreText(NamedTuple):
     """The part of a score function that decides which kernel is compiled. It is part of the key of compiled kernels.
 
     arrays: (name, dtype, rank) of each captured array; scalars: (name, type) of each captured number. No shapes, no values.
+    wide: the names of arrays in which a step along an axis is 2 GiB or more, so that kernels multiply in 64 bits.
     """
 
     language: str
@@ -34,6 +36,16 @@ class ScoreText(NamedTuple):
     wrt: tuple[str, ...]
     arrays: tuple[tuple[str, str, int], ...]
     scalars: tuple[tuple[str, str], ...]
+    wide: tuple[str, ...] = ()
+
+    def of_strides(self, strides: Iterable[Sequence[int]]) -> ScoreText:
+        """The text for captured arrays of these strides, in bytes."""
+        wide = tuple(
+            name
+            for (name, _, _), each in zip(self.arrays, strides, strict=True)
+            if any(abs(step) >= 1 << 31 for step in each)
+        )
+        return self._replace(wide=wide)
 
 
 class Partial(NamedTuple):

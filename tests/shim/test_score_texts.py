@@ -120,6 +120,29 @@ def test_quick_divisions_are_those_of_scores() -> None:
     assert text.count(" / 41.0f;") == 2  # of the position, and 1 / 41 of the derivative
 
 
+def test_quotients_of_positions(builder: Builder) -> None:
+    """Positions are divided without a sign, what may be negative is not."""
+    texts = ("kv_idx // 7 + kv_idx % 7 / 8", "(q_idx - kv_idx) // 7 % 3", "kv_idx // 7 % 3 // 2")
+    mods = [ScoreMod(f"0 * score + {text}") for text in texts]
+    device = Device(builder, mods)
+    at = positions(64, seed=3)
+    for mod in mods:
+        found = device.run(mod, np.zeros(64), _rows(at))[:, 0]
+        np.testing.assert_array_equal(found, values_of(mod, np.zeros(64, np.float32), **at))
+    assert "unsigned(at.kv_idx) / 7u" in device_text(mods[0].text, exact=True)
+    assert "unsigned" not in device_text(mods[1].text, exact=True)
+
+
+def test_wide_arrays(builder: Builder) -> None:
+    """An array with a step of 2 GiB or more is read with 64-bit products."""
+    table = np.lib.stride_tricks.as_strided(np.ones(8, np.float32), (1, 8), (1 << 31, 4))
+    narrow = ScoreMod("score + x[q_idx, kv_idx]", x=np.ones((1, 8), np.float32))
+    wide = narrow.text.of_strides([table.strides])
+    assert wide.wide == ("x",) and narrow.text.of_strides([(32, 4)]) == narrow.text
+    assert "captured_at<float, true>" in device_text(wide, exact=True)
+    assert "captured_at<float, false>" in device_text(narrow.text, exact=True)
+
+
 IN_CUDA = ScoreMod(
     """
     // ALiBi, and every other key

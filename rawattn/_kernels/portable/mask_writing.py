@@ -133,7 +133,7 @@ def predicate_step(
         values["captured.scalars"] = (*scalars, *(0.0,) * (8 - len(scalars)))
     addresses = {f"captured__array{n}__data": f"captured{n}" for n in range(len(captured))}
     return Step(
-        source=predicate_source(text),
+        source=predicate_source(text.of_strides(strides for _, _, strides in captured)),
         blocks=blocks(shape),
         threads=THREADS,
         params=structs.fill(helper_params.PREDICATE_MASK, values),
