@@ -15,25 +15,46 @@ _OF_ITEMS = ("Parameters", "Attributes", "Returns", "Raises")
 
 
 class AsHelp(griffe.Extension):
-    """Signatures with documented options and without arguments that are refused; remarks that are no items of a section."""
+    """Signatures as `help` shows them, an item for each parameter, and a section for remarks that are no items of one."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Names the options of ``**options``, gives each parameter an item, and what follows items, and is none, a section.
+
+        Griffe calls this before `on_function`.
+        """
+        if obj.docstring is None:
+            return
+        text = obj.docstring.value
+        if isinstance(obj, griffe.Function) and (kind := _options_of(obj)) is not None:
+            text = naming_options(text, kind)
+        obj.docstring.value = one_by_one(with_remarks(text))
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Shows what ``**options`` takes, and leaves out the ``**unknown`` that a function takes only to refuse it."""
-        last = func.parameters[len(func.parameters) - 1] if len(func.parameters) else None
+        """Shows what ``**options`` takes, and what a caller gets; leaves out the ``**unknown`` that is taken to be refused."""
+        if (
+            isinstance(func.returns, griffe.ExprSubscript)
+            and str(func.returns.left) == "CallRequest"
+        ):
+            # As `rawattn._verbs.fast_path.with_signature_of` has it.
+            func.returns = func.returns.slice
+        last = _last_parameter(func)
         if last is None:
             return
         if "NoOthers" in str(last.annotation):
             del func.parameters[last.name]
-        elif (kind := _KINDS.get(str(last.annotation))) is not None:
+        elif (kind := _options_of(func)) is not None:
             del func.parameters[last.name]
             _add_options(func.parameters, kind)
-            if func.docstring is not None:
-                func.docstring.value = naming_options(func.docstring.value, kind)
 
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Makes what follows the items of a section, and is none, a section of its own."""
-        if obj.docstring is not None:
-            obj.docstring.value = with_remarks(obj.docstring.value)
+
+def _last_parameter(func: griffe.Function) -> griffe.Parameter | None:
+    return func.parameters[len(func.parameters) - 1] if len(func.parameters) else None
+
+
+def _options_of(func: griffe.Function) -> type | None:
+    """The options that the ``**options`` of a function are, None if it has none."""
+    last = _last_parameter(func)
+    return None if last is None else _KINDS.get(str(last.annotation))
 
 
 def _add_options(parameters: griffe.Parameters, kind: type) -> None:
@@ -72,3 +93,20 @@ def with_remarks(docstring: str) -> str:
             continue
         parts.append(paragraph)
     return "\n\n".join(parts)
+
+
+def one_by_one(docstring: str) -> str:
+    """A docstring with an item for each parameter: where names share one, Griffe shows the type and default of the first."""
+    sections = re.split(r"^(?=.+\n-+$)", docstring, flags=re.MULTILINE)
+    return "".join(_split_items(x) if x.startswith("Parameters\n") else x for x in sections)
+
+
+def _split_items(section: str) -> str:
+    """A section in which every name of an item has an item of its own, with the same description."""
+    body = section.rstrip("\n")
+    items = []
+    for item in re.split(r"\n(?=\S)", body):
+        first, *description = item.split("\n")
+        names, *kind = first.split(" : ", 1)
+        items += ["\n".join([" : ".join([x, *kind]), *description]) for x in names.split(", ")]
+    return "\n".join(items) + section[len(body) :]

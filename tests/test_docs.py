@@ -8,8 +8,10 @@ tests/test_jax.py run docs/frameworks.md.
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +36,8 @@ IN_ORDER = (
     "docs/troubleshooting.md",
 )
 LIBRARIES = ("cupy", "torch", "jax")
+# The functions of rawattn.reference.
+REFERENCE = ("attention", "attention_backward", "paged_attention", "append_kv", "combine")
 _BLOCK = re.compile(r"(<!-- gpu -->\n\n)?^```python\n(.*?)^```$", re.M | re.S)
 
 
@@ -160,6 +164,76 @@ def test_remarks_behind_the_items_of_a_section_have_a_heading() -> None:
     assert with_remarks(f"{items.strip()}{rest}") == f"{items.strip()}{rest}"
 
 
+@functools.cache
+def griffe_package() -> Any:
+    """The package as the API reference reads it."""
+    import griffe
+
+    extensions = griffe.load_extensions(f"{ROOT / 'docs/signatures.py'}:AsHelp")
+    options: Any = {"extensions": extensions, "docstring_parser": "numpy"}
+    return griffe.load("rawattn", search_paths=[ROOT], **options)
+
+
+def documented_by_griffe(name: str) -> Any:
+    """What the API reference shows of a public name."""
+    found = griffe_package()[name.removeprefix("rawattn.")]
+    return found.final_target if found.is_alias else found
+
+
+def test_signatures_of_the_reference_are_those_of_help() -> None:
+    pytest.importorskip("griffe")
+    functions = {f"rawattn.{x}": getattr(rawattn, x) for x in rawattn.__all__}
+    functions |= {f"rawattn.reference.{x}": getattr(rawattn.reference, x) for x in REFERENCE}
+    functions = {name: x for name, x in functions.items() if inspect.isfunction(x)}
+    assert "rawattn.attention" in functions and "rawattn.append_kv" in functions
+    for name, function in functions.items():
+        shown, signature = documented_by_griffe(name), inspect.signature(function)
+        assert str(shown.returns) == signature.return_annotation, name
+        defaults = {
+            x.name: None if x.default is x.empty else repr(x.default)
+            for x in signature.parameters.values()
+            if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        }
+        shown_defaults = {
+            x.name: x.default for x in shown.parameters if "variadic" not in x.kind.value
+        }
+        assert shown_defaults == defaults, name
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("rawattn.attention_backward", {"causal": "bool", "dropout_p": "float"}),
+        ("rawattn.paged_attention", {"sink": "int", "softcap": "float | None"}),
+        ("rawattn.torch.attention", {"causal": "bool", "scale": "float | None"}),
+        ("rawattn.jax.attention", {"causal": "bool", "num_splits": "int | None"}),
+        ("rawattn.block_mask", {"batch": "int"}),
+        ("rawattn.show_mask", {"causal": "bool", "align": "str", "sink": "int"}),
+    ],
+)
+def test_each_parameter_of_the_reference_has_its_own_type_and_default(
+    name: str, types: dict[str, str]
+) -> None:
+    pytest.importorskip("griffe")
+    shown = documented_by_griffe(name)
+    (items,) = (x.value for x in shown.docstring.parsed if x.kind.value == "parameters")
+    assert {x.name: str(x.annotation) for x in items if x.name in types} == types
+    for item in items:
+        assert item.value == shown.parameters[item.name.lstrip("*")].default, item.name
+
+
+def test_parameters_that_share_an_item_get_one_each() -> None:
+    pytest.importorskip("griffe")
+    before = (
+        "Sum of a, b.\n\nParameters\n----------\na, b : int\n    Two.\n\n    More.\n*c, **d\n\n"
+    )
+    rest = "Returns\n-------\ne, f : int"
+    assert hook("signatures").one_by_one(before + rest) == (
+        "Sum of a, b.\n\nParameters\n----------\na : int\n    Two.\n\n    More.\nb : int\n    Two.\n\n    More.\n*c\n**d\n\n"
+        + rest
+    )
+
+
 @pytest.mark.filterwarnings("ignore")  # warnings of MkDocs and its plugins
 def test_the_site_documents_every_public_name(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='pip install -e ".[docs]"')
@@ -175,7 +249,7 @@ def test_the_site_documents_every_public_name(tmp_path: Path) -> None:
         found = set(Inventory.parse_sphinx(file))
     public = {name for name in rawattn.__all__ if name not in ("__version__", "reference")}
     optional = {"torch.attention", "torch.register_transformers", "jax.attention"}
-    reference = {"reference.attention", "reference.attention_backward", "reference.paged_attention"}
+    reference = {f"reference.{name}" for name in REFERENCE}
     assert {f"rawattn.{name}" for name in public | optional | reference} <= found
 
     colour = get_style_by_name("default").style_for_token(Keyword)["color"]
