@@ -8,6 +8,7 @@ the gradients of its parameters.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -270,3 +271,16 @@ def array_module(backend: str | None) -> Any:
             if backend == "cuda":
                 raise RuntimeError(f"--backend cuda: no usable GPU: {error}") from None
     return np
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Read an int from `least` to `most`, for argparse."""
+    expected = f", at least {least}" if most is None else f" from {least} to {most}"
+
+    def read(text: str) -> int:
+        value = int(text) if text.removeprefix("-").isdecimal() else least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"got {text}, expected a whole number{expected}")
+        return value
+
+    return read

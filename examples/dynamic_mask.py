@@ -96,6 +96,10 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("keys", keys), ("queries", queries), ("keep", keep)):
         if value % BLOCK:
             raise ValueError(f"--{name}: got {value}, expected a multiple of {BLOCK}")
+    if queries > keys:
+        raise ValueError(
+            f"--queries: got {queries}, expected at most {keys} (keys): they are the last of the keys"
+        )
     if not queries <= keep <= keys:
         raise ValueError(
             f"--keep: got {keep}, expected from {queries} (queries) to {keys} (keys): queries see themselves"
@@ -129,12 +133,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def positive(text: str) -> int:
-    """Read an int of at least 1, for argparse."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")
-    return value
+def integer(least: int) -> Callable[[str], int]:
+    """Read an int of at least `least`, for argparse."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.removeprefix("-").isdecimal() else least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(
+                f"got {text}, expected a whole number, at least {least}"
+            )
+        return value
+
+    return read
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,11 +165,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(
             f"--{name}",
             metavar="N",
-            type=positive,
+            type=integer(1),
             help=f"{told}, a multiple of {BLOCK} (default: {default})",
         )
     parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of the context (default: 0)"
+        "--seed", metavar="N", type=integer(0), default=0, help="of the context (default: 0)"
     )
     try:
         return run(parser.parse_args(argv))

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import rawattn
-from char_gpt import GPT, Array, Pull, array_module, load
+from char_gpt import GPT, Array, Pull, array_module, integer, load
 
 INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
@@ -321,19 +321,6 @@ def run(args: argparse.Namespace) -> int:
     for text, tokens in zip(args.texts, found, strict=True):
         print(f"\n--- {text!r}\n{text}{''.join(letters[token] for token in tokens)}")
     return status
-
-
-def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Read an int from `least` to `most`, for argparse."""
-
-    def read(text: str) -> int:
-        value = int(text)
-        if value < least or (most is not None and value > most):
-            expected = f"at least {least}" if most is None else f"{least} to {most}"
-            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
-        return value
-
-    return read
 
 
 def main(argv: list[str] | None = None) -> int:

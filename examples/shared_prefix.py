@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -87,12 +88,18 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
-def positive(text: str) -> int:
-    """Read an int of at least 1, for argparse."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")
-    return value
+def integer(least: int) -> Callable[[str], int]:
+    """Read an int of at least `least`, for argparse."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.removeprefix("-").isdecimal() else least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(
+                f"got {text}, expected a whole number, at least {least}"
+            )
+        return value
+
+    return read
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,9 +128,11 @@ def main(argv: list[str] | None = None) -> int:
         ("headdim", 64, "numbers of a head, 1 to 256"),
     ):
         parser.add_argument(
-            f"--{name}", metavar="N", type=positive, default=default, help=f"{told} ({default})"
+            f"--{name}", metavar="N", type=integer(1), default=default, help=f"{told} ({default})"
         )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the numbers drawn (0)")
+    parser.add_argument(
+        "--seed", metavar="N", type=integer(0), default=0, help="of the numbers drawn (0)"
+    )
     try:
         return run(parser.parse_args(argv))
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from char_gpt import GPT, Array, array_module, save
+from char_gpt import GPT, Array, array_module, integer, save
 
 INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
@@ -151,14 +151,6 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def positive(text: str) -> int:
-    """Read an int of at least 1, for argparse."""
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, at least 1")
-    return value
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line; an error is one line, and exit status 1."""
     parser = argparse.ArgumentParser(
@@ -201,12 +193,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(
             f"--{name}",
             metavar="N",
-            type=positive,
+            type=integer(1),
             default=default,
             help=f"{told} (default: {default})",
         )
     parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of all that is random (default: 0)"
+        "--seed", metavar="N", type=integer(0), default=0, help="of all that is random (default: 0)"
     )
     try:
         return run(parser.parse_args(argv))

@@ -67,12 +67,16 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--keys", "100"], "--keys: got 100, expected a multiple of 64"),
         (["--keep", "64"], "--keep: got 64, expected from 256"),
         (["--keep", "8192"], "expected from 256 (queries) to 4096 (keys)"),
+        (["--keys", "128", "--queries", "256"], "--queries: got 256, expected at most 128 (keys)"),
     ):
         assert example.main(["--backend", "cpu", *arguments]) == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        example.main(["--keys", "0"])
+    for name, wrong, least in (("keys", "0", 1), ("keys", "few", 1), ("seed", "-1", 0)):
+        with pytest.raises(SystemExit):
+            example.main([f"--{name}", wrong])
+        message = f"argument --{name}: got {wrong}, expected a whole number, at least {least}"
+        assert message in capsys.readouterr().err
 
 
 def test_example_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

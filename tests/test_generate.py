@@ -363,3 +363,21 @@ def test_help_says_what_and_how_long(capsys: pytest.CaptureFixture[str]) -> None
     assert "Some seconds on a CPU" in said
     for name in ("model", "backend", "count", "window", "sink", "temperature", "page-size", "seed"):
         assert f"--{name} " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "expected"),
+    [
+        ("seed", "-1", ", at least 0"),
+        ("count", "few", ", at least 1"),
+        ("page-size", "1025", " from 1 to 1024"),
+    ],
+)
+def test_a_number_out_of_range_is_told(
+    name: str, wrong: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        generate.main([f"--{name}", wrong, "text"])
+    assert stop.value.code == 2
+    message = f"argument --{name}: got {wrong}, expected a whole number{expected}"
+    assert message in capsys.readouterr().err

@@ -315,10 +315,15 @@ def test_help_says_what_and_how_long(capsys: pytest.CaptureFixture[str]) -> None
     for name in ("text", "backend", "plot", "save", "dtype", "seed", "steps", "batch", "context"):
         assert f"--{name} " in said
     assert "(default: 600)" in said
-    for wrong in ("0", "-3", "few"):
+    for name, wrong, least in (
+        *(("steps", x, 1) for x in ("0", "-3", "few")),
+        ("seed", "-1", 0),
+    ):
         with pytest.raises(SystemExit) as stop:
-            train.main(["--steps", wrong])
+            train.main([f"--{name}", wrong])
         assert stop.value.code == 2
+        message = f"argument --{name}: got {wrong}, expected a whole number, at least {least}"
+        assert message in capsys.readouterr().err
 
 
 def test_documentation_is_a_text() -> None:
