@@ -85,6 +85,7 @@ def test_single_document(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert run("--model", folder, "--text", path, "--backend", "cpu") == 0
     out = capsys.readouterr().out
     assert "a single document has no pair" in out
+    assert "input    1 document, " in out and "nearest of 1 document by" in out
     assert f"1 of them fill the model's {POSITIONS} tokens: cut there" in out
 
 

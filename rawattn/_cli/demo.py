@@ -121,10 +121,11 @@ def _run(args: argparse.Namespace) -> None:
     documents = model.tokenize(texts)
     lengths = [len(document) for document in documents]
 
+    counted = "1 document" if len(texts) == 1 else f"{len(texts)} documents"
     facts = [
         f"model    {folder}: {len(model.layers)} layers, {model.nheads} heads, D={model.headdim}",
         f"backend  {machine.name}, {args.dtype}",
-        f"input    {len(texts)} documents, {sum(lengths)} tokens in one ragged batch "
+        f"input    {counted}, {sum(lengths)} tokens in one ragged batch "
         f"(lengths {min(lengths)} to {max(lengths)})",
     ]
     if empty:
@@ -144,7 +145,7 @@ def _run(args: argparse.Namespace) -> None:
         vectors, milliseconds = _embed(embed, model, documents, machine)
         passes.append(milliseconds)
 
-    print(table.wrap(f"\nnearest of {len(texts)} documents by cosine similarity"))
+    print(table.wrap(f"\nnearest of {counted} by cosine similarity"))
     width = (terminal.columns(sys.stdout) or _COLUMNS) - 9
     for cosine, i, j in nearest_pairs(vectors, args.pairs):
         print(f"  {cosine:.3f}  {_one_line(texts[i], width)}")
