@@ -105,7 +105,7 @@ KEYWORDS = [
     Mistake(
         "__import__('rawattn.parallel')",
         ModuleNotFoundError,
-        "rawattn.parallel: one sequence over...limits.md",
+        "rawattn.parallel: one sequence over...split the batch or the heads",
     ),
     Mistake(
         "plan(np.matmul, q, k)", NotImplementedError, "fn: got matmul...rawattn.attention_backward"
