@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import operator
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +127,30 @@ def test_docstrings(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name), verbose=False)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def public() -> list[str]:
+    """All public names with documentation of their own, but for those of frameworks."""
+    names = [x for x in rawattn.__all__ if x not in ("__version__", "reference")]
+    return [*names, *(f"reference.{x}" for x in REFERENCE)]
+
+
+@pytest.mark.parametrize(
+    "name", [*public(), "SeqLayout.from_lengths", "SeqLayout.from_padding_mask"]
+)
+def test_examples_run_when_pasted(name: str) -> None:
+    doc = inspect.getdoc(operator.attrgetter(name)(rawattn)) or ""
+    assert re.search(r"^Examples\n--------\n", doc, re.MULTILINE)
+    examples = doctest.DocTestParser().get_doctest(doc, {}, name, None, None)
+    assert examples.examples and doctest.DocTestRunner().run(examples).failed == 0
+
+
+@pytest.mark.parametrize("name", public())
+def test_docstrings_of_functions_have_sections(name: str) -> None:
+    documented = operator.attrgetter(name)(rawattn)
+    if inspect.isfunction(documented):
+        sections = set(re.findall(r"^(.+)\n-+$", inspect.getdoc(documented) or "", re.MULTILINE))
+        assert sections >= {"Parameters", "Returns", "Raises"}
 
 
 def hook(name: str) -> Any:

@@ -9,10 +9,37 @@ from rawattn._call.options import flag
 
 
 class Gradients(NamedTuple):
-    """Gradients of an attention call, each with the shape of its input.
+    """Gradients of an attention call, each with the shape and dtype of its input: a named tuple.
 
-    A gradient that was not asked for, or whose input was not given, is None. `captured` is a dict of the gradients of arrays
-    that a score function captures, by name.
+    A gradient that was not asked for, or whose input was not given, is None.
+
+    Attributes
+    ----------
+    dq : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        In the dtype of q, as dk and dv.
+    dk : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
+    dv : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
+    dbias : array or None
+        In the shape and dtype of the bias, summed over the axes along which it is broadcast.
+    dsink_logits : array, (nheads_q,), or None
+        In the dtype of `sink_logits`.
+    captured : dict or None
+        By name, the gradients of the arrays that a score function has in `wrt`, in their shapes and dtypes.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
+    >>> q = k = v = np.ones((1, 3, 2, 8), np.float32)
+    >>> out, backward = rawattn.attention_vjp(q, k, v, sink_logits=np.zeros(2, np.float32))
+    >>> dq, dk, dv, dbias, dsink_logits, captured = backward(np.ones_like(out))
+    >>> dv.shape, dbias, dsink_logits.shape
+    ((1, 3, 2, 8), None, (2,))
+
+    Arrays of the caller to write, those that are None being allocated by the call:
+
+    >>> into = rawattn.Gradients(dq=np.empty_like(q))
+    >>> backward(np.ones_like(out), into=into).dq is into.dq
+    True
     """
 
     dq: Any = None

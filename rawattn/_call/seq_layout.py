@@ -95,6 +95,7 @@ class SeqLayout:
     --------
     Three documents of 3, 5 and 2 tokens, packed in the first 10 rows of arrays of any length:
 
+    >>> from rawattn import SeqLayout
     >>> packed = SeqLayout(seqstart_q=[0, 3, 8, 10])
     >>> packed
     SeqLayout(seqstart_q=[0, 3, 8, 10])
@@ -331,6 +332,7 @@ class SeqLayout:
 
         Examples
         --------
+        >>> from rawattn import SeqLayout
         >>> SeqLayout.from_lengths([3, 5, 2])
         SeqLayout(seqstart_q=[0, 3, 8, 10])
         >>> SeqLayout.from_lengths([1, 1], lengths_k=[7, 4])  # one new token each, after 6 and 3
@@ -378,6 +380,7 @@ class SeqLayout:
         Examples
         --------
         >>> import numpy as np
+        >>> from rawattn import SeqLayout
         >>> mask = np.array([[True, True, True], [True, False, False]])
         >>> SeqLayout.from_padding_mask(mask)
         SeqLayout(seqlen_q=[3, 1], seqlen_k=[3, 1])

@@ -50,6 +50,16 @@ class BlockMask:
     kept : array or None
         For a mask of `topk_mask` in which all rows of a head see the same keys: those keys, (batch, nheads, 1, k), ascending,
         padded with -1. None for any other mask.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
+    >>> mask = rawattn.block_mask(np.arange(4) < [[2], [2], [3]])  # (seqlen_q, seqlen_k)
+    >>> mask.shape, mask.to_bool()[0, 0].sum(axis=1)
+    ((1, 1, 3, 4), array([2, 2, 3]))
+    >>> q, k, v = (np.ones((1, n, 2, 8), np.float32) for n in (3, 4, 4))
+    >>> rawattn.attention(q, k, v, mask=mask).shape
+    (1, 3, 2, 8)
     """
 
     __slots__ = (

@@ -35,8 +35,7 @@ class ScoreMod:
 
     It is applied after scale and softcap and before the bias. In its text `score` is the score of query `q_idx` and key
     `kv_idx`, both positions in their sequence. `batch`, `head`, `kv_head`, `seqlen_q` and `seqlen_k` can be read too; all of
-    these are integers. `captured` are arrays (`slope[head]`, `table[q_idx, kv_idx]`) and numbers that the text reads by name.
-    Arrays may be of any framework and must be on the device of q. They are never copied: each call reads their values anew.
+    these are integers.
 
     Parameters
     ----------
@@ -57,18 +56,26 @@ class ScoreMod:
         For `language="cuda"`: C++ statements that turn `dscore` from the gradient with respect to the new score into the
         gradient with respect to the old score. `score` is the old score in them. Without it gradients raise
         NotImplementedError.
+    language : "expression" or "cuda"
+        The language of both texts.
     wrt
         Names of captured float arrays for which `attention_backward` returns gradients too, in `Gradients.captured`. Only for
         `language="expression"`, whose texts are differentiated automatically.
+    **captured : array or number
+        What the text reads by name: arrays (`slope[head]`, `table[q_idx, kv_idx]`) and numbers, at most eight of each. Arrays
+        have 1 to 4 axes and may be of any framework; float16, bfloat16, float32, int32, int64 or bool. They must be on the
+        device of q. They are never copied: each call reads their values anew.
 
     Raises
     ------
     TypeError, ValueError
         The message names the argument and the piece of the text, or the captured name, and says what is accepted.
 
-    >>> import numpy as np
+    Examples
+    --------
+    >>> import numpy as np, rawattn
     >>> slopes = np.array([0.5, 0.25], np.float32)
-    >>> ScoreMod("score + slope[head] * (kv_idx - q_idx)", slope=slopes)
+    >>> rawattn.ScoreMod("score + slope[head] * (kv_idx - q_idx)", slope=slopes)
     ScoreMod('score + slope[head] * (kv_idx - q_idx)', slope=float32[2])
     """
 

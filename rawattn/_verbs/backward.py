@@ -217,9 +217,13 @@ def attention_vjp(
 
     Parameters
     ----------
-    q, k, v : array
+    q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        q, k and v are as in `attention`. Unlike there, torch tensors that require a gradient are accepted while grad mode is
+        on: they are read as their ``detach()``, and nothing is recorded.
+    k : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
+    v : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
     **options
-        Those of `attention`. `num_splits` applies to the forward only.
+        Those of `attention`, `out` and `backend` too. `num_splits` applies to the forward only.
     deterministic : bool
         As in `attention_backward`.
     return_lse : bool
@@ -231,6 +235,15 @@ def attention_vjp(
     backward : callable, ``backward(dout, *, dlse=None, want_dbias=None, into=None) -> Gradients``
         Computes what `attention_backward` does. It keeps references to q, k, v, out, lse and the arrays of options, also
         to an `out` that was given: do not change them before it is called.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted; before anything is launched.
+    NotImplementedError
+        On the CPU, for a `score_mod` in C++. `backward` raises it too for a `score_mod` in C++ without a `backward`.
+    RuntimeError
+        For ``backend="cuda"`` where there is no usable GPU, and for an `out` that is a torch tensor that requires a gradient.
 
     Examples
     --------

@@ -46,24 +46,39 @@ def block_mask(
 
     Parameters
     ----------
-    mask : bool array of any framework
+    mask : bool array of any framework, optional
         True keeps a key. At most four axes that broadcast to (batch, nheads, seqlen_q, seqlen_k), where nheads is 1,
         nheads_kv or nheads_q of the calls. In group mode and with pages the last two axes count positions inside each
         sequence.
-    predicate : str
+    predicate : str, optional
         An expression with a bool value, in the language of `rawattn.ScoreMod` without `score`. Its variables are batch, head,
         kv_head, q_idx, kv_idx, seqlen_q, seqlen_k and what is captured, as in
         ``"q_idx // 128 == kv_idx // 128 and head != slow"``. head is below `nheads`, and kv_head equals head. seqlen_q and
         seqlen_k are the arguments of this call, not the lengths of sequences in a ragged or padded batch.
-    ranges : integer array, (batch, seqlen_q, n, 2)
-        Each row sees the keys of its n ranges [begin, end), in any order; a range that ends where it begins, or before, is
-        empty. For documents, trees and prefixes.
-    seqlen_q, seqlen_k, batch, nheads : int
-        The shape of the mask. A predicate needs both lengths, ranges need seqlen_k. Other extents that the array has need
-        not be given.
-    captured
-        Arrays and numbers of the predicate, by name.
+    ranges : integer array, (batch, seqlen_q, n, 2), optional
+        int32 or int64, of any framework, or nested lists. Each row sees the keys of its n ranges [begin, end), in any order. A
+        range that ends where it begins, or before, is empty. Ends outside of the keys are cut. For documents, trees and
+        prefixes. The mask is the same for all heads.
+    seqlen_q, seqlen_k : int, optional
+        The lengths of the mask. A predicate needs both, ranges need seqlen_k. Lengths that the array has need not be given.
+    batch, nheads : int
+        The other axes of a predicate's mask. Beside an array they need not be given.
+    **captured
+        Arrays and numbers of the predicate, by name, as in `rawattn.ScoreMod`.
 
+    Returns
+    -------
+    BlockMask
+        (batch, nheads, seqlen_q, seqlen_k). Axes of an array that are 1 stay 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted. TypeError for none or several of `mask`, `predicate` and
+        `ranges`, and for a JAX tracer. ValueError for a text that the language does not have, naming the piece of it.
+
+    Examples
+    --------
     >>> import numpy as np, rawattn
     >>> documents = np.repeat([[0, 4], [4, 6]], [4, 2], axis=0).reshape(1, 6, 1, 2)
     >>> rawattn.block_mask(ranges=documents, seqlen_k=6).to_bool()[0, 0].sum(axis=1)

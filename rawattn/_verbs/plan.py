@@ -58,6 +58,16 @@ class Plan:
 
     On the CPU, and for arrays that are neither CuPy arrays nor CUDA tensors of torch, a call is an ordinary one with the
     options of planning time. Strides may then differ, and the results are in new arrays.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 16), dtype=np.float32)
+    >>> bias = np.zeros((5, 5), np.float32)
+    >>> biased = rawattn.plan(rawattn.attention, q, k, v, bias=bias)
+    >>> out = np.empty_like(q)
+    >>> biased(q, k, v, bias=bias + 1, out=out) is out
+    True
     """
 
     def __init__(

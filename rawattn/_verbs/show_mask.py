@@ -53,10 +53,27 @@ def show_mask(
     batch, head : int
         Which sequence and which head are shown, where the mask differs between them.
     tile : (rows, keys), optional
-        Default: 64 x 64, or the smallest square multiple of that with at most 96 tiles on either axis.
-    path : str or path-like, optional
+        Ints of at least 1. Default: 64 x 64, or the smallest square multiple of that with at most 96 tiles on either axis.
+    path : str or PathLike, optional
         File that a picture is written to as well, by matplotlib: .png, .svg or .pdf.
 
+    Returns
+    -------
+    str
+        A title that counts the tiles of each kind, then a line for each row of tiles.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted. TypeError for a length that neither an argument nor a mask
+        gives, and for a mask that is not bool.
+    FileNotFoundError
+        If the folder of `path` is not there.
+    ImportError
+        For `path` without matplotlib.
+
+    Examples
+    --------
     >>> import rawattn
     >>> print(rawattn.show_mask(seqlen_q=256, seqlen_k=256, causal=True, window=(100, None)))
     tiles of 64 x 64: 7 dead, 9 partial, 0 full of 16

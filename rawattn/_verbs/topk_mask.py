@@ -28,16 +28,40 @@ def topk_mask(
 ) -> BlockMask:
     """Build a mask that keeps each row's `k` largest finite scores, among the keys that the row may see.
 
-    Of equal scores the one with the lower key index is kept. Scores are an array of any framework with at most four axes that
-    broadcast to (batch, nheads, seqlen_q, seqlen_k). The mask is built on their device. `causal` and `align` mean what they
-    mean in `rawattn.attention`, and do not replace them there.
+    Of equal scores the one with the lower key index is kept.
 
+    Parameters
+    ----------
+    scores : array, of one to four axes that broadcast to (batch, nheads, seqlen_q, seqlen_k)
+        Of any framework; integers, float16, bfloat16, float32 or float64. nheads is 1, nheads_kv or nheads_q of the calls.
+        NaN, inf and -inf are never kept. A torch tensor that requires a gradient is read as its ``detach()``.
+    k : int
+        At least 0. With 0 no key is seen. If a row may see fewer than k keys of finite scores, all of these are kept, so k may
+        exceed the number of keys.
+    causal, align
+        As in `rawattn.attention`: which keys a row may see. They do not replace `causal` and `align` of a call.
+
+    Returns
+    -------
+    BlockMask
+        On the device of the scores, in their shape, with axes of 1 in front up to four.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was got and what is accepted. TypeError for scores of bool or of 8-bit floats, for lists,
+        and for a JAX tracer.
+
+    Notes
+    -----
     If seqlen_q of the scores is 1, all rows of a call share their keys, and `BlockMask.kept` lists these. `causal` then
     treats the scores as those of a single query: with the default alignment it may see all keys, with "top-left" only the
     first. A call on a GPU gathers the listed keys and values and computes attention over these only, forward and backward,
     also with `causal` and windows. It does so if k is at most half of the keys, nheads is 1 or nheads_kv, and the call has no
     `seqs`, `bias`, `alibi_slopes`, `score_mod` or `dropout_p`. Other calls use the mask's bits.
 
+    Examples
+    --------
     >>> import numpy as np, rawattn
     >>> rawattn.topk_mask(np.array([[1.0, 3.0, 3.0, -np.inf, 2.0]]), 2).to_bool()[0, 0, 0]
     array([False,  True,  True, False, False])
