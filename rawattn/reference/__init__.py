@@ -52,18 +52,41 @@ def attention(
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.attention`, computed in float64.
 
-    Arrays of any framework, device and floating dtype are accepted, float64 too. The results are
-    NumPy float64 whatever the inputs: `out` (batch, seqlen_q, nheads_q, headdim_v) or, in group
-    mode, (total_q, nheads_q, headdim_v), and `lse` (batch, nheads_q, seqlen_q) or (nheads_q,
-    total_q). Padding rows are 0, with an `lse` of -inf. NaN in a key or value does not reach rows that do not see it.
-    `num_splits` and `backend` have no effect. A `score_mod` must be in the expression dialect; its captured arrays may be
-    float64 too. `out` is a NumPy array of any floating dtype, whose padding rows are left untouched.
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        Of any framework, device and floating dtype, float64 too; so are k, v and the arrays of options.
+    k : array, (batch, seqlen_k, nheads_kv, D), or (total_k, nheads_kv, D)
+    v : array, (batch, seqlen_k, nheads_kv, Dv), or (total_k, nheads_kv, Dv)
+    return_lse : bool
+        Also return lse.
+    out : NumPy array of any floating dtype, optional
+        Array that the result is written to; it is returned. Its padding rows are left untouched.
+    backend : "cuda" or "cpu", optional
+        Has no effect.
+    **options
+        As in `rawattn.attention`. `num_splits` has no effect. A `score_mod` must be in the expression dialect; its captured
+        arrays may be float64 too.
 
-    Raises TypeError or ValueError, naming the argument, for what `rawattn.attention` refuses.
+    Returns
+    -------
+    out : NumPy array, float64, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
+    lse : NumPy array, float64, only with ``return_lse``: (batch, nheads_q, seqlen_q) or (nheads_q, total_q)
 
-    >>> import numpy as np
+    Padding rows are 0, with an lse of -inf. NaN in a key or value does not reach rows that do not see it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, for what `rawattn.attention` refuses.
+    NotImplementedError
+        For a `score_mod` in C++.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
     >>> q = k = v = np.ones((1, 3, 2, 4))
-    >>> out, lse = attention(q, k, v, causal=True, return_lse=True)
+    >>> out, lse = rawattn.reference.attention(q, k, v, causal=True, return_lse=True)
     >>> out.shape, np.exp(lse[0, 0] - 2.0).round(6).tolist()
     ((1, 3, 2, 4), [1.0, 2.0, 3.0])
     """
@@ -95,15 +118,44 @@ def paged_attention(
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.paged_attention`, computed in float64.
 
-    It is `attention` on the keys and values that the block table points to, times their scales. Lengths and the ids of the
-    pages that are read are always checked, whatever `validate` is and wherever the arrays live. `out` and `backend` are as in
-    `attention`.
+    It is `attention` on the keys and values that the block table points to, times their scales.
 
-    Raises TypeError or ValueError, naming the argument, for what `rawattn.paged_attention` refuses.
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D) in group mode
+        Of any framework, device and floating dtype; so are the pages and the arrays of options.
+    k_pages : array, (num_pages, page_size, nheads_kv, D)
+    v_pages : array, (num_pages, page_size, nheads_kv, Dv)
+    block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
+        As in `rawattn.paged_attention`.
+    seqlen_k : (batch,)
+        The number of keys of each sequence.
+    k_scale, v_scale : float, or array (nheads_kv,), optional
+        As in `rawattn.paged_attention`.
+    return_lse, out, backend
+        As in `attention`.
+    validate : bool
+        Has no effect: lengths and the ids of the pages that are read are always checked, wherever the arrays live.
+    **options
+        As in `rawattn.paged_attention`; of `score_mod` and `num_splits` as in `attention`.
 
-    >>> import numpy as np
-    >>> pages = np.ones((5, 2, 1, 4))
-    >>> paged_attention(np.ones((1, 1, 2, 4)), pages, pages, [[3, 0, -1]], seqlen_k=[3]).shape
+    Returns
+    -------
+    out : NumPy array, float64, (batch, seqlen_q, nheads_q, Dv) or (total_q, nheads_q, Dv)
+    lse : NumPy array, float64, only with ``return_lse``: (batch, nheads_q, seqlen_q) or (nheads_q, total_q)
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, for what `rawattn.paged_attention` refuses.
+    NotImplementedError
+        For a `score_mod` in C++.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
+    >>> q, pages = np.ones((1, 1, 2, 4)), np.ones((5, 2, 1, 4))
+    >>> rawattn.reference.paged_attention(q, pages, pages, [[3, 0, -1]], seqlen_k=[3]).shape
     (1, 1, 2, 4)
     """
     name = "rawattn.reference.paged_attention"
@@ -173,20 +225,48 @@ def attention_backward(
 ) -> Gradients:
     """Gradients with the arguments and shapes of `rawattn.attention_backward`, in float64.
 
-    `out` and `lse` are taken as given; pass those of `attention` for exact gradients. If they belong to a larger softmax, of
-    whose keys the keys here are a part, the gradients are those of that part. The results are NumPy float64 whatever the
-    inputs, in the shapes of `q`, `k`, `v`, `bias` and `sink_logits`. `dbias` and `dsink_logits` are None without their input,
-    `dbias` also with `want_dbias=False`. `captured` is a dict of the gradients of the arrays that `score_mod` names in `wrt`,
-    None if there are none. Padding rows get 0. `deterministic` and `backend` have no effect. `into` holds NumPy arrays of any
-    floating dtype, in which padding rows are left untouched.
+    Parameters
+    ----------
+    dout : array, the shape of `out`
+        Gradient with respect to `out`. This and all other arrays are of any framework, device and floating dtype.
+    q, k, v : array
+        As given to `attention`.
+    out, lse : array
+        What ``attention(..., return_lse=True)`` returned, for exact gradients. They are taken as given: if they belong to a
+        larger softmax, of whose keys the keys here are a part, the gradients are those of that part.
+    dlse : array, the shape of `lse`, optional
+        Gradient with respect to `lse`.
+    want_dbias : bool, optional
+        Whether to compute the gradient of `bias`; by default whenever there is one.
+    deterministic : bool
+        Has no effect.
+    into : Gradients, optional
+        NumPy arrays of any floating dtype that the gradients are written to. Their padding rows are left untouched.
+    backend : "cuda" or "cpu", optional
+        Has no effect.
+    **options
+        Those that were given to `attention`, except `num_splits`.
 
-    Raises TypeError or ValueError, naming the argument, for what `rawattn.attention_backward`
-    refuses.
+    Returns
+    -------
+    Gradients
+        NumPy float64 whatever the inputs, in the shapes of `q`, `k`, `v`, `bias` and `sink_logits`. `dbias` and
+        `dsink_logits` are None without their input, `dbias` also with ``want_dbias=False``. `captured` is a dict of the
+        gradients of the arrays that `score_mod` names in ``wrt``, None if there are none. Padding rows get 0.
 
-    >>> import numpy as np
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, for what `rawattn.attention_backward` refuses.
+    NotImplementedError
+        For a `score_mod` in C++.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
     >>> q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 2, 4))
-    >>> out, lse = attention(q, k, v, return_lse=True)
-    >>> gradients = attention_backward(np.ones_like(out), q, k, v, out, lse)
+    >>> out, lse = rawattn.reference.attention(q, k, v, return_lse=True)
+    >>> gradients = rawattn.reference.attention_backward(np.ones_like(out), q, k, v, out, lse)
     >>> gradients.dv.sum().round(6).item(), gradients.dbias is None
     (40.0, True)
     """

@@ -32,17 +32,44 @@ def append_kv(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> tuple[Array, Array, Array | None]:
-    """`rawattn.append_kv` in float64, on copies of the pages: arrays of any framework, device and floating dtype.
+    """`rawattn.append_kv` in float64, on copies of the pages.
 
-    Returns k_pages, v_pages, and the queries with their rotary embedding, 0 in padding rows; None without `q`. New rows of
-    float8_e4m3fn pages are divided by their scale and clamped to 448 in magnitude, but not rounded.
+    Parameters
+    ----------
+    k : array, (batch, seqlen_q, nheads_kv, D), or (total_q, nheads_kv, D) in group mode
+        Of any framework, device and floating dtype; so are the other arrays of numbers.
+    v : array, (batch, seqlen_q, nheads_kv, Dv), or (total_q, nheads_kv, Dv)
+    k_pages : array, (num_pages, page_size, nheads_kv, D)
+        Not written, unlike in `rawattn.append_kv`.
+    v_pages : array, (num_pages, page_size, nheads_kv, Dv)
+    block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
+    seqlen_k : (batch,)
+        The number of keys of each sequence, including the new ones.
+    q : array, optional, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D)
+    seqs, rotary, interleaved
+        As in `rawattn.append_kv`.
+    k_scale, v_scale : float, or array (nheads_kv,), optional
+        New rows of float8_e4m3fn pages are divided by them and clamped to 448 in magnitude, but not rounded.
 
-    Raises TypeError or ValueError, naming the argument, for arrays, lengths and ids that `rawattn.append_kv` refuses.
+    Returns
+    -------
+    k_pages : NumPy array, float64, (num_pages, page_size, nheads_kv, D)
+    v_pages : NumPy array, float64, (num_pages, page_size, nheads_kv, Dv)
+    q : NumPy array, float64, or None
+        The queries with their rotary embedding, 0 in padding rows; None without `q`.
 
-    >>> import numpy as np
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, for arrays, lengths and ids that `rawattn.append_kv` refuses.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
     >>> pages, row = np.zeros((2, 2, 1, 2)), np.ones((1, 1, 1, 2))
     >>> quarter = np.array([[1.0], [0.0]]), np.array([[0.0], [1.0]])  # a quarter of a turn a position
-    >>> k_pages, _, _ = append_kv(row, row, pages, pages, [[1]], seqlen_k=[2], rotary=quarter)
+    >>> given = {"seqlen_k": [2], "rotary": quarter}
+    >>> k_pages, _, _ = rawattn.reference.append_kv(row, row, pages, pages, [[1]], **given)
     >>> k_pages[1, :, 0].tolist()
     [[0.0, 0.0], [-1.0, 1.0]]
     """

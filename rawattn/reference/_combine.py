@@ -14,14 +14,31 @@ _FLOAT64 = np.dtype(np.float64)
 
 
 def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
-    """`rawattn.combine` in float64. Takes arrays of any framework, device and floating dtype, in lists or stacked.
+    """`rawattn.combine` in float64.
 
-    The results are NumPy float64: `out` in the shape of a partial, and `lse`. Raises TypeError or ValueError, naming the
-    argument, for shapes that `rawattn.combine` refuses.
+    Parameters
+    ----------
+    outs : list of arrays, or one array with the partials on a new first axis
+        Each (batch, seqlen_q, nheads, Dv), or (total_q, nheads, Dv) in group mode; of any framework, device and floating
+        dtype.
+    lses : list of arrays, or one array with the partials on a new first axis
+        Each (batch, nheads, seqlen_q) or (nheads, total_q).
 
-    >>> import numpy as np
+    Returns
+    -------
+    out : NumPy array, float64, in the shape of a partial
+    lse : NumPy array, float64, (batch, nheads, seqlen_q) or (nheads, total_q)
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, for shapes that `rawattn.combine` refuses.
+
+    Examples
+    --------
+    >>> import numpy as np, rawattn
     >>> ones, lse = np.ones((1, 1, 1, 2)), np.zeros((1, 1, 1))
-    >>> out, both = combine([ones, 4 * ones], [lse, lse + np.log(2)])
+    >>> out, both = rawattn.reference.combine([ones, 4 * ones], [lse, lse + np.log(2)])
     >>> out.round(6).tolist(), np.exp(both).round(6).item()
     ([[[[3.0, 3.0]]]], 3.0)
     """
