@@ -151,3 +151,23 @@ def test_long_strides(axis: int) -> None:
         _compare(out[batch], lse[batch], *values[:, batch], f"batch {batch}", causal=True)
     for array, some in zip(arrays, values, strict=False):
         np.testing.assert_array_equal(CUPY.host(array).view(np.uint16), some.view(np.uint16))
+
+
+def test_captured_arrays_of_long_steps() -> None:
+    """A captured array may take more than 2^31 bytes from one element of an axis to the next."""
+    step = (1 << 31) + 64
+    memory = cupy.cuda.alloc(2 * step + 4 * 90)
+    shape, strides = (3, 90), (step, 4)
+    table = cupy.ndarray(shape, np.float32, memory, strides)
+    values = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+    for row, numbers in zip(table, values, strict=True):
+        row[...] = cupy.asarray(numbers)
+    q, k, v = _normal(3, 90, 3, 64)
+    on_gpu = [_filled(q.shape, 0) for _ in range(3)]
+    for array, numbers in zip(on_gpu, (q, k, v), strict=True):
+        _set(array, slice(None), numbers)
+    text = "score + table[head, kv_idx]"
+    out, lse = rawattn.attention(
+        *(x[None] for x in on_gpu), score_mod=rawattn.ScoreMod(text, table=table), return_lse=True
+    )
+    _compare(out[0], lse[0], q, k, v, "out", score_mod=rawattn.ScoreMod(text, table=values))
