@@ -24,6 +24,13 @@ def arrays(*shape: int) -> list[np.ndarray]:
     return [RNG.standard_normal(shape, dtype=np.float32) for _ in range(3)]
 
 
+def aligned(shape: tuple[int, ...], past: int = 0) -> np.ndarray:
+    """Zeros that begin `past` bytes behind a multiple of 16."""
+    room = np.zeros(int(np.prod(shape)) * 4 + 32, np.uint8)
+    begin = -room.ctypes.data % 16 + past
+    return room[begin : begin + int(np.prod(shape)) * 4].view(np.float32).reshape(shape)
+
+
 def test_a_plan_is_the_call_with_its_options() -> None:
     q, k, v = arrays(2, 7, 4, 16)
     made = plan(attention, q, k, v, causal=True, window=(3, 0), scale=0.3, backend="cpu")
@@ -62,6 +69,50 @@ def test_the_backward() -> None:
     assert gradients.dq is into.dq
     assert into.dq is not None and np.array_equal(into.dq[:, :4], exact.dq[:, :4])
     assert np.all(into.dq[:, 4:] == 7), "padding of the caller's own changed"
+
+
+OPTIONS_WITH_GRADIENTS: dict[str, Any] = {
+    "bias": aligned((1, 1, 5, 5)),
+    "sink_logits": aligned((2,)),
+    "score_mod": rawattn.ScoreMod(
+        "score * slope[head] + n[head]", wrt=("slope",), n=aligned((2,)), slope=np.ones(2, "f4")
+    ),
+}
+
+
+def test_the_backward_writes_gradients_of_options() -> None:
+    q, k, v = arrays(1, 5, 2, 8)
+    options = {**OPTIONS_WITH_GRADIENTS, "backend": "cpu"}
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    given = (out, q, k, v, out, lse)
+    exact = attention_backward(*given, **options)
+    made = plan(attention_backward, *given, **options)
+    slope = np.full(2, 7, np.float32)
+    into = Gradients(
+        dbias=aligned((1, 1, 5, 5)), dsink_logits=aligned((2,)), captured={"slope": slope}
+    )
+    found = made(*given, into=into)
+    assert found.dbias is into.dbias and np.array_equal(found.dbias, exact.dbias)
+    assert found.dsink_logits is into.dsink_logits
+    assert np.array_equal(found.dsink_logits, exact.dsink_logits)
+    assert found.captured["slope"] is slope and np.array_equal(slope, exact.captured["slope"])
+
+
+def test_arrays_for_gradients_that_a_plan_does_not_have_are_refused() -> None:
+    q, k, v = arrays(1, 5, 2, 8)
+    out, lse = attention(q, k, v, return_lse=True, backend="cpu")
+    given = (out, q, k, v, out, lse)
+    for options, says in (
+        ({"dbias": lse}, r"^into\.dbias: got an array, but the call has no such gradient"),
+        ({"dsink_logits": lse}, r"^into\.dsink_logits: got an array, but the call has no such"),
+        ({"captured": {"slope": lse}}, r"^into\.captured: got an array for 'slope', .*: none$"),
+    ):
+        made = plan(attention_backward, *given, backend="cpu")
+        with pytest.raises(ValueError, match=says):
+            made(*given, into=Gradients(**options))
+    made = plan(attention_backward, *given, **OPTIONS_WITH_GRADIENTS, backend="cpu")
+    with pytest.raises(ValueError, match=r"^into\.captured: got an array for 'n', .*: slope$"):
+        made(*given, into=Gradients(captured={"n": lse}))
 
 
 def test_arrays_are_like_those_of_planning_time() -> None:
@@ -208,13 +259,6 @@ def test_planning_is_done_on_the_gpu_of_the_arrays(
     assert machine.current == [0]
 
 
-def aligned(shape: tuple[int, ...], past: int = 0) -> np.ndarray:
-    """Zeros that begin `past` bytes behind a multiple of 16."""
-    room = np.zeros(int(np.prod(shape)) * 4 + 32, np.uint8)
-    begin = -room.ctypes.data % 16 + past
-    return room[begin : begin + int(np.prod(shape)) * 4].view(np.float32).reshape(shape)
-
-
 def test_arrays_of_options_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of options, planned or given by name, are launched after q, k and v. The seed comes last, after the results."""
     machine = Machine(monkeypatch)
@@ -352,6 +396,26 @@ def test_named_gradients_take_the_short_way(
         for named in ({"lse": given[5], "out": given[4]}, {"out": given[4], "lse": given[5]}):
             made(*given[:4], **named)  # the forward's out, which the backward reads
             assert machine.launched.pop()[:6] == [*map(machine.address, given)]
+
+
+def test_gradients_of_options_take_the_short_way(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    given = [aligned((1, 5, 2, 8)) for _ in range(5)] + [aligned((1, 2, 5))]
+    made = plan(attention_backward, *given, **OPTIONS_WITH_GRADIENTS)
+    made(*given)
+    own = machine.launched.pop()
+    for _ in range(3):
+        slope, sinks = aligned((1, 5, 2, 8)), aligned((1, 5, 2, 8))
+        into = Gradients(dsink_logits=sinks, captured={"slope": slope})
+        found = made(*given, into=into)
+        assert found.captured["slope"] is slope and found.dsink_logits is sinks
+        expected = [*own[:-2], machine.address(sinks), machine.address(slope)]
+        assert machine.launched.pop() == expected
+    assert len(long_ways) == 1
+    with pytest.raises(ValueError, match=r"^into\.captured: got an array for 'n'"):
+        made(*given, into=Gradients(captured={"n": slope}))
 
 
 def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

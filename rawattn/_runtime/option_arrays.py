@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from rawattn._call.options import Options, check_array, dropout_p, for_message, 
 from rawattn._call.problem import Problem
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime.verbs import FLOAT32, Shape, Verb
+from rawattn._scores.program import ScoreText
 from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
 
 # Options with arrays, in the order of the verb's inputs. Captured arrays and the seed follow.
@@ -122,25 +124,40 @@ def named_gradients(
     into: Gradients, options: Options, want_dbias: bool | None
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The names of the gradients of options' arrays that a call has, and the caller's arrays to write them to, or None."""
-    found: dict[str, Any] = {}
+    names: list[str] = []
     if options.bias is not None and (want_dbias is None or want_dbias):
-        found["dbias"] = into.dbias
+        names.append("dbias")
     if options.sink_logits is not None:
-        found["dsink_logits"] = into.dsink_logits
-    captured = into.captured or {}
-    names = differentiated(options.score_mod)
-    for n, name in names.items():
-        found[f"dcaptured{n}"] = captured.get(name)
-    check_given(into, found, names.values())
-    return tuple(found), tuple(found.values())
+        names.append("dsink_logits")
+    score_mod = options.score_mod
+    captured = differentiated(score_mod.text if isinstance(score_mod, ScoreMod) else None)
+    names += (f"dcaptured{n}" for n in captured)
+    return tuple(names), arrays_to_write(into, names, captured)
 
 
-def differentiated(score_mod: Any) -> dict[int, str]:
-    """The names of a score function's captured arrays whose gradients are wanted, by their indices."""
-    if not isinstance(score_mod, ScoreMod):
+def arrays_to_write(
+    into: Gradients, names: Sequence[str], captured: Mapping[int, str]
+) -> tuple[Any, ...]:
+    """The caller's array for each gradient of an option's array, None for one that is not given.
+
+    names: the gradients of options' arrays that the call has. captured: see `differentiated`.
+    ValueError for an array that is for another gradient.
+    """
+    check_given(into, names, captured.values())
+    given = into.captured or {}
+    return tuple(
+        given.get(captured[int(name.removeprefix("dcaptured"))])
+        if name.startswith("dcaptured")
+        else getattr(into, name)
+        for name in names
+    )
+
+
+def differentiated(text: ScoreText | None) -> dict[int, str]:
+    """The names of the captured arrays whose gradients are wanted, by their indices. text: None without a score function."""
+    if text is None:
         return {}
-    wrt = score_mod.text.wrt
-    return {n: name for n, name in enumerate(score_mod.arrays) if name in wrt}
+    return {n: name for n, (name, *_) in enumerate(text.arrays) if name in text.wrt}
 
 
 @lru_cache(maxsize=256)

@@ -137,7 +137,8 @@ def dense_gradients(results: Sequence[Any]) -> Gradients:
 def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) -> Gradients:
     """The return value of a backward, from its outputs. names: those behind dq, dk and dv."""
     others = dict(zip(names, results[3:], strict=True))
-    captured = {name: others[f"dcaptured{n}"] for n, name in differentiated(score_mod).items()}
+    text = None if score_mod is None else score_mod.text
+    captured = {name: others[f"dcaptured{n}"] for n, name in differentiated(text).items()}
     dq, dk, dv = results[:3]
     return Gradients(dq, dk, dv, others.get("dbias"), others.get("dsink_logits"), captured or None)
 

@@ -23,7 +23,13 @@ from rawattn._jax import eager
 from rawattn._runtime import dispatch
 from rawattn._runtime.call_request import SLOW_PATH
 from rawattn._runtime.calls import refuse_gradients
-from rawattn._runtime.option_arrays import caller_names, named_gradients, with_arrays
+from rawattn._runtime.option_arrays import (
+    arrays_to_write,
+    caller_names,
+    differentiated,
+    named_gradients,
+    with_arrays,
+)
 from rawattn._runtime.plan_fast_path import Repeat
 from rawattn._runtime.planned import GpuPlan
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
@@ -210,8 +216,9 @@ class Plan:
             raise TypeError(f"{given}: this plan writes its results to {other}=")
         if forward:
             return (out, *[None] * (len(self._verb.outputs) - 1))
-        found = wanted(into)
-        return (*found[:3], *(getattr(found, name, None) for name in self._verb.gradients))
+        found, score_mod = wanted(into), self._options.score_mod
+        captured = differentiated(score_mod[0] if score_mod is not None else None)
+        return (*found[:3], *arrays_to_write(found, self._verb.gradients, captured))
 
 
 @dynamo.untraced
