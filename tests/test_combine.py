@@ -215,6 +215,8 @@ def test_plans_that_are_refused() -> None:
     outs, lses = good()
     with pytest.raises(ValueError, match="lses: got 2, expected 3"):
         rawattn.plan(rawattn.combine, outs, lses[:2])
+    with pytest.raises(ValueError, match=r"^lses: got shape \(\), expected \(3, 2, 4, 5\)"):
+        rawattn.plan(rawattn.combine, outs, np.array(1, F32))
     with pytest.raises(TypeError, match=r"causal: rawattn\.combine has no such argument"):
         rawattn.plan(rawattn.combine, outs, lses, causal=True)
     made = rawattn.plan(rawattn.combine, outs, lses)
@@ -283,6 +285,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda o, s: (o, np.stack(s)[..., :2]),
         ValueError,
         r"lses: got shape \(3, 2, 4, 2\), expected \(3, 2, 4, 5\)",
+    ),
+    "lse-without-axes": (
+        lambda o, s: (o[:1], np.array(1, F32)),
+        ValueError,
+        r"lses: got shape \(\), expected \(1, 2, 4, 5\), which is \(partials, \.\.\.\) of",
     ),
     "wide": (
         lambda o, s: ([np.repeat(x, 5, axis=-1) for x in o], s),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +128,12 @@ def test_plans_check_scales_of_the_host() -> None:
     for each in (made, append):
         with pytest.raises(ValueError, match=r"^v_scale: got nan at \[1\], expected finite"):
             each(v_scale=bad)
+        for wrong in (2.0, [1.0, 1.0], "a"):
+            got = re.escape(f"k_scale: got {wrong!r} ({type(wrong).__name__}), expected an array")
+            with pytest.raises(
+                TypeError, match=rf"^{got}: the plan is for shape \(2,\), dtype float32"
+            ):
+                each(k_scale=wrong)
     torch = pytest.importorskip("torch")
     with pytest.raises(ValueError, match=r"^k_scale: got nan at \[1\], expected finite"):
         paged_attention(*CALL.inputs, **CALL.lengths, k_scale=torch.from_numpy(bad))

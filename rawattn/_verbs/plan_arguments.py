@@ -179,9 +179,13 @@ def form_of(array: Any) -> Form | None:
 
 
 def check_form(name: str, array: Any, planned: Any) -> None:
-    """ValueError for an array whose form is not that of planning time."""
+    """ValueError for an array whose form is not that of planning time, TypeError for what is no array."""
     if (array is None) != (planned is None):
         raise ValueError(f"{name}: given now or when the call was planned, but not both times")
     got, expected = form_of(array), form_of(planned)
+    if got is None and expected is not None and not hasattr(array, "__dlpack__"):
+        raise TypeError(
+            f"{name}: got {for_message(array)}, expected an array: the plan is for {expected}"
+        )
     if got is not None and expected is not None and got != expected:
         raise ValueError(f"{name}: got {got}; the plan is for {expected}")
