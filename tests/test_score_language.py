@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rawattn import ScoreMod
 from rawattn._scores import numpy_eval
-from rawattn._scores.expression import POSITION, walk
+from rawattn._scores.cuda_text import device_text
+from rawattn._scores.expression import POSITION, const, walk
 from rawattn._scores.program import program
 from rawattn._scores.score_mod import Predicate
 from tests.score_trees import (
@@ -93,6 +94,8 @@ TREES = st.randoms(use_true_random=False)
         ("(" * 5000 + "score" + ")" * 5000, "nested|cannot be parsed|recursion"),
         ("score" + " + score" * 5000, "characters, expected at most"),
         ("score" + " + score" * 1000, "nests more than"),
+        ("max(" + "score, " * 1200 + "1)", "nests more than"),
+        ("min(" * 150 + "score, " + "1, 2), " * 149 + "3)", "nests more than"),
     ],
     ids=lambda text: text[:24],
 )  # fmt: skip
@@ -114,6 +117,48 @@ def test_mistakes_are_refused(text: str, says: str) -> None:
 def test_mistakes_in_predicates_are_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=f"^predicate: .*{says}"):
         Predicate(text)
+
+
+LONG = {
+    "and": ("score if " + " and ".join(f"kv_idx != {n}" for n in range(1100)) + " else 0", True),
+    "or": ("0 if " + " or ".join(f"kv_idx == {n}" for n in range(1100)) + " else score", True),
+    "chain": (
+        "score if " + " <= ".join(f"{n // 5} + 0 * kv_idx" for n in range(900)) + " else 0",
+        True,
+    ),
+    "long chain": ("score if " + "<".join(str(n % 10) for n in range(9900)) + " else 0", False),
+    "nested chains": ("score if " + "0 < (" * 60 + "kv_idx" + ") < 9" * 60 + " else 0", False),
+    "max": ("max(" + ", ".join(f"score - {n}" for n in range(190)) + ")", True),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_texts(name: str) -> None:
+    """Texts without deep nesting are accepted up to the limit of characters, in a time that grows with their length."""
+    text, kept = LONG[name]
+    mod = ScoreMod(text)
+    assert len(device_text(mod.text, exact=True)) < 300_000
+    at = np.array([-1, 5000]) if name == "or" else np.array([1200, 5000])
+    assert values_of(mod, np.float32([3, 4]), kv_idx=at).tolist() == ([3, 4] if kept else [0, 0])
+
+
+def test_long_logic_is_that_of_its_parts() -> None:
+    parts = [f"kv_idx != {n}" for n in range(0, 40, 3)]
+    at = np.arange(50)
+    for op in ("and", "or"):
+        whole = values_of(Predicate(f" {op} ".join(parts)), kv_idx=at)
+        each = [values_of(Predicate(part), kv_idx=at) for part in parts]
+        combine = np.logical_and if op == "and" else np.logical_or
+        np.testing.assert_array_equal(whole, combine.reduce(each))
+    chain = values_of(Predicate("0 <= kv_idx < 45 != 44 > kv_idx >= 3 < 7"), kv_idx=at)
+    np.testing.assert_array_equal(chain, (at >= 3) & (at < 44))
+
+
+def test_equal_expressions_are_one_object_and_signed_zeros_are_two() -> None:
+    one, other = (program(ScoreMod(f"tanh({x}) / (head + 1)").text) for x in ("score", " score"))
+    assert one.value is other.value and one.derivative is other.derivative
+    assert const(0.0) is not const(-0.0) and const(1) is not const(True)
+    assert values_of(ScoreMod("0.0 * score + 1 / -0.0"), np.float32([3])) == -np.inf
 
 
 @pytest.mark.parametrize("y", [-5, -2, -1, 1, 3, 2**31 - 1, -(2**31)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from rawattn._scores.expression import BOOL, FLOAT, Expression, apply, const, walk
 
@@ -17,12 +17,27 @@ def derivative(expression: Expression, variable: Expression) -> Expression:
     of `abs(x)` is 0 where x is 0. So is that of `sqrt(x)`, unless dx is a constant: then it is infinite there
     (`_zero_at_root`).
     """
-    found: dict[Expression, Expression] = {variable: ONE}
-    for node in walk(expression):
-        if node not in found:
-            rule = _RULES.get(node.op) if node.type == FLOAT else None
-            found[node] = ZERO if rule is None else rule(node, *(found[x] for x in node.args))
-    return found[expression]
+    return derivatives(expression, (variable,))[0]
+
+
+def derivatives(expression: Expression, variables: Iterable[Expression]) -> list[Expression]:
+    """The derivatives of a float with respect to each of `variables`, as by `derivative`."""
+    nodes = tuple(walk(expression))
+    return [_derivative(nodes, variable) for variable in variables]
+
+
+def _derivative(nodes: Sequence[Expression], variable: Expression) -> Expression:
+    """The derivative of the last of `nodes`, among which operands come first."""
+    found: dict[Expression, Expression] = {variable: ONE}  # of nodes whose derivative is not ZERO
+    for node in nodes:
+        if node.type != FLOAT or node in found or not any(x in found for x in node.args):
+            continue
+        rule = _RULES.get(node.op)
+        if rule is not None:
+            value = rule(node, *(found.get(x, ZERO) for x in node.args))
+            if value != ZERO:
+                found[node] = value
+    return found.get(nodes[-1], ZERO)
 
 
 def mentions(expression: Expression, leaf: Expression) -> bool:
@@ -122,7 +137,8 @@ def _absolute(node: Expression, dx: Expression) -> Expression:
     return choose(apply("or", _less(ZERO, x), below), signed, ZERO)
 
 
-# By operation: the derivative of a float node, from the node and the derivatives of its operands. Other operations have 0.
+# By operation: the derivative of a float node, from the node and the derivatives of its operands. It is ZERO if these are.
+# Other operations have 0.
 _RULES: dict[str, Callable[..., Expression]] = {
     "add": lambda node, dx, dy: add(dx, dy),
     "sub": lambda node, dx, dy: subtract(dx, dy),

@@ -15,9 +15,11 @@ from rawattn._scores.expression import (
     SCORE,
     Expression,
     apply,
+    balanced,
     common_type,
     const,
     converted,
+    depth_of_balanced,
     position,
 )
 
@@ -254,10 +256,8 @@ class _Checker:
 
     def _logical(self, node: ast.BoolOp, depth: int) -> Expression:
         op = "and" if isinstance(node.op, ast.And) else "or"
-        first, *others = (self._condition(x, self(x, depth)) for x in node.values)
-        for x in others:
-            first = apply(op, first, x)
-        return first
+        depth += depth_of_balanced(len(node.values)) - 1  # of which `depth` has counted one
+        return balanced(op, [self._condition(x, self(x, depth)) for x in node.values])
 
     def _condition(self, node: ast.expr, x: Expression) -> Expression:
         if x.type != BOOL:
@@ -265,18 +265,17 @@ class _Checker:
         return x
 
     def _compare(self, node: ast.Compare, depth: int) -> Expression:
+        depth += depth_of_balanced(len(node.ops))
         operands = [self(x, depth) for x in (node.left, *node.comparators)]
-        result: Expression | None = None
+        pairs = []
         for n, operator in enumerate(node.ops):
             op = _COMPARISONS.get(type(operator))
             if op is None:
                 self._refuse(node, f"{type(operator).__name__}; accepted are < <= > >= == !=")
             x, y = operands[n : n + 2]
             kind = common_type((x, y), INT)
-            pair = Expression(op, BOOL, (converted(x, kind), converted(y, kind)))
-            result = pair if result is None else apply("and", result, pair)
-        assert result is not None
-        return result
+            pairs.append(Expression(op, BOOL, (converted(x, kind), converted(y, kind))))
+        return balanced("and", pairs)
 
     def _conditional(self, node: ast.IfExp, depth: int) -> Expression:
         return self._where((node.test, node.body, node.orelse), depth)
@@ -304,7 +303,9 @@ class _Checker:
             self._refuse(node, f"{name} of {count} arguments, expected {wanted}")
         if name == "where":
             return self._where(node.args, depth)
-        args = tuple(self(each, depth) for each in node.args)
+        # min and max nest to the left: with a NaN among the operands, other trees have other derivatives.
+        above = (max(count - max(n, 1) - 1, 0) for n in range(count))
+        args = tuple(self(x, depth + more) for x, more in zip(node.args, above, strict=True))
         if name in MATHS or name == "float":
             x = converted(args[0], FLOAT)
             return x if name == "float" else apply(name, x)

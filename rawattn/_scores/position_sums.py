@@ -82,7 +82,7 @@ def with_early_floats(root: Expression) -> Expression:
     for node in walk(root):
         args = tuple(found[x] for x in node.args)
         early = _early_float(node.args[0]) if node.op == "to_float" else None
-        found[node] = early or node._replace(args=args)
+        found[node] = early or Expression(node.op, node.type, args, node.value)
     return found[root]
 
 

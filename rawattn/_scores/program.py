@@ -86,12 +86,11 @@ def program(text: ScoreText) -> Program:
     loads = [
         node for node in walk(value) if node.op == "load" and text.arrays[node.value][0] in text.wrt
     ]
-    partials = (Partial(node.value, node.args, derive.derivative(visible, node)) for node in loads)
-    return Program(
-        value,
-        derive.derivative(visible, SCORE),
-        tuple(each for each in partials if each.value != derive.ZERO),
+    of_score, *of_loads = derive.derivatives(visible, (SCORE, *loads))
+    partials = (
+        Partial(node.value, node.args, each) for node, each in zip(loads, of_loads, strict=True)
     )
+    return Program(value, of_score, tuple(each for each in partials if each.value != derive.ZERO))
 
 
 @functools.lru_cache(maxsize=256)
