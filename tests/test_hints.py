@@ -193,6 +193,21 @@ def test_hints_are_one_short_sentence_each() -> None:
         assert len(advice) < 260, keyword
 
 
+# -- no_attribute ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_modules_of_frameworks_are_imported_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(rawattn, name, raising=False)
+    with pytest.raises(AttributeError) as caught:
+        getattr(rawattn, name)
+    told = f"module 'rawattn' has no attribute '{name}'; write `import rawattn.{name}` first: it is loaded"
+    assert str(caught.value).startswith(told)
+    assert not str(hints.no_attribute("rawattn.torch", "jax")).endswith("first")
+
+
 # -- array_advice ----------------------------------------------------------------------------------
 
 

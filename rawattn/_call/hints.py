@@ -16,6 +16,7 @@ import numpy as np
 from rawattn._call.keywords import FUNCTIONS, IN_LAYOUT, IN_PAGES, KEYWORDS
 from rawattn._interop.xla import is_traced
 
+_MODULES = ("torch", "jax")  # those of this package that `import rawattn` leaves out
 Shape = Sequence[int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -118,6 +119,8 @@ def refuse_unknown(
 def no_attribute(module: str, name: str, public: Iterable[str] = ()) -> AttributeError:
     """The error for an attribute that a module of this package does not have. public: the names that `rawattn` has."""
     advice = FUNCTIONS.get(name) or (f"it is rawattn.{name}" if name in public else "")
+    if module == "rawattn" and name in _MODULES:
+        advice = f"write `import rawattn.{name}` first: it is loaded on request alone, as it imports {name}"
     return AttributeError(
         f"module {module!r} has no attribute {name!r}{'; ' if advice else ''}{advice}"
     )
