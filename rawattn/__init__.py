@@ -45,13 +45,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports `rawattn.reference`, which few programs use, on first access."""
-    if name in ("reference", "parallel"):
-        import importlib
+if not TYPE_CHECKING:  # type checkers would take every name for one of the module's
 
-        try:
-            return importlib.import_module(f"rawattn.{name}")
-        except ModuleNotFoundError as error:
-            raise AttributeError(str(error)) from error
-    raise no_attribute("rawattn", name)
+    def __getattr__(name: str) -> Any:
+        """Imports `rawattn.reference`, which few programs use, on first access."""
+        if name in ("reference", "parallel"):
+            import importlib
+
+            try:
+                return importlib.import_module(f"rawattn.{name}")
+            except ModuleNotFoundError as error:
+                raise AttributeError(str(error)) from error
+        raise no_attribute("rawattn", name)

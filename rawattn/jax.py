@@ -5,7 +5,7 @@ Importing this module imports JAX. `import rawattn` alone imports no framework.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import rawattn
 from rawattn._call.hints import no_attribute
@@ -14,5 +14,7 @@ from rawattn._jax.attention import attention
 __all__ = ["attention"]
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise no_attribute("rawattn.jax", name, rawattn.__all__)
+if not TYPE_CHECKING:  # type checkers would take every name for one of the module's
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_attribute("rawattn.jax", name, rawattn.__all__)

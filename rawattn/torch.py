@@ -5,7 +5,7 @@ Importing this module imports torch. `import rawattn` alone imports no framework
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import rawattn
 from rawattn._call.hints import no_attribute
@@ -58,5 +58,7 @@ def register_transformers(name: str = "rawattn") -> None:
     transformers.register(name)
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise no_attribute("rawattn.torch", name, rawattn.__all__)
+if not TYPE_CHECKING:  # type checkers would take every name for one of the module's
+
+    def __getattr__(name: str) -> NoReturn:
+        raise no_attribute("rawattn.torch", name, rawattn.__all__)

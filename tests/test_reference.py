@@ -33,6 +33,13 @@ def visible_in_reference(seqlen_q: int, seqlen_k: int, **options: Any) -> np.nda
     return seen
 
 
+def test_what_a_star_import_brings() -> None:
+    names: dict[str, Any] = {}
+    exec("from rawattn.reference import *", names)
+    functions = {"attention", "attention_backward", "paged_attention", "append_kv", "combine"}
+    assert names.keys() - {"__builtins__"} == functions
+
+
 @pytest.mark.parametrize(
     ("size", "align", "window", "sink", "counts"),
     [

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from typing_extensions import assert_type
 
 import rawattn
+import rawattn.jax
+import rawattn.torch
 from rawattn import Gradients, SeqLayout
 
 Half = NDArray[np.float16]
@@ -55,6 +57,31 @@ def pages(t: Tensor, x: Half, wanted: bool) -> None:
     assert_type(either, Tensor | tuple[Tensor, Any])
     rawattn.paged_attention(x, x, x, x)  # type: ignore[call-overload]
     rawattn.paged_attention(x, x, x, x, seqlen_k=x, page_size=16)  # type: ignore[call-overload]
+
+
+def names(x: Half) -> None:
+    rawattn.atention(x, x, x)  # type: ignore[attr-defined]
+    rawattn.torch.attention_vjp(x, x, x)  # type: ignore[attr-defined]
+    rawattn.jax.flash_attention(x, x, x)  # type: ignore[attr-defined]
+    rawattn.reference.attention_vjp(x, x, x)  # type: ignore[attr-defined]
+
+
+def modules(t: Tensor, x: Half, wanted: bool) -> None:
+    """`rawattn.attention` of a framework, and the reference."""
+    assert_type(rawattn.torch.attention(t, t, t, deterministic=True, window=(1, 0)), Tensor)
+    assert_type(rawattn.torch.attention(t, t, t, return_lse=True), tuple[Tensor, Any])
+    either = rawattn.torch.attention(t, t, t, return_lse=wanted, backend="cpu", out=t)
+    assert_type(either, Tensor | tuple[Tensor, Any])
+    rawattn.torch.attention(t, t, t, is_causal=True)  # type: ignore[call-overload]
+    assert_type(rawattn.jax.attention(t, t, t, deterministic=True, window=(1, 0)), Tensor)
+    assert_type(rawattn.jax.attention(t, t, t, return_lse=True), tuple[Tensor, Any])
+    assert_type(rawattn.jax.attention(t, t, t, return_lse=wanted), Tensor | tuple[Tensor, Any])
+    rawattn.jax.attention(t, t, t, out=t)  # type: ignore[call-overload]
+    out, lse = rawattn.reference.attention(x, x, x, return_lse=True, causal=True)
+    assert_type(out, NDArray[Any])
+    assert_type(lse, NDArray[np.float64])
+    assert_type(rawattn.reference.attention(x, x, x, out=x), NDArray[Any])
+    rawattn.reference.attention(x, x, x, is_causal=True)  # type: ignore[call-overload]
 
 
 def a_layout() -> None:

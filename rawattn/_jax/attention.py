@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,38 @@ if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
     from typing_extensions import Unpack
 
 _TARGETS = {False: "rawattn_attention", True: "rawattn_attention_backward"}
+
+
+ArrayT = TypeVar("ArrayT")
+
+
+class JaxOptions(ForwardOptions, total=False):
+    """For type checkers: the keywords of `attention`, except `return_lse`."""
+
+    deterministic: bool
+
+
+@overload
+def attention(
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[JaxOptions],
+) -> ArrayT: ...
+
+
+@overload
+def attention(
+    q: ArrayT, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[JaxOptions]
+) -> tuple[ArrayT, Any]: ...
+
+
+@overload
+def attention(
+    q: ArrayT, k: Any, v: Any, *, return_lse: bool, **options: Unpack[JaxOptions]
+) -> ArrayT | tuple[ArrayT, Any]: ...
 
 
 @checks_arguments("rawattn.jax.attention")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 
@@ -10,9 +10,42 @@ from rawattn._call.option_advice import learned_slopes
 from rawattn._call.options import ForwardOptions, Options, flag
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._torch import eager, ops
+from rawattn._verbs.attention import CallOptions
 
 if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
     from typing_extensions import Unpack
+
+
+TensorT = TypeVar("TensorT")
+
+
+class TorchOptions(CallOptions, total=False):
+    """For type checkers: the keywords of `attention`, except `return_lse`."""
+
+    deterministic: bool
+
+
+@overload
+def attention(
+    q: TensorT,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[TorchOptions],
+) -> TensorT: ...
+
+
+@overload
+def attention(
+    q: TensorT, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[TorchOptions]
+) -> tuple[TensorT, Any]: ...
+
+
+@overload
+def attention(
+    q: TensorT, k: Any, v: Any, *, return_lse: bool, **options: Unpack[TorchOptions]
+) -> TensorT | tuple[TensorT, Any]: ...
 
 
 @eager.with_fast_path

@@ -8,9 +8,10 @@ test theirs against them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rawattn._call import options as _options
 from rawattn._call import page_ids, pages
@@ -23,9 +24,9 @@ from rawattn._call.problem import check_heads
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.signatures import options_of, takes_options
 from rawattn.reference import _passes
-from rawattn.reference._append import append_kv as append_kv
+from rawattn.reference._append import append_kv
 from rawattn.reference._call import factors_of_pages, floats, integers, read
-from rawattn.reference._combine import combine as combine
+from rawattn.reference._combine import combine
 from rawattn.reference._targets import (
     check_targets,
     rows_of,
@@ -37,6 +38,34 @@ from rawattn.reference._targets import (
 if TYPE_CHECKING:  # type checkers ship it; it is no dependency of this package
     from typing_extensions import Unpack
 
+    from rawattn._verbs.attention import CallOptions
+
+
+__all__ = ["append_kv", "attention", "attention_backward", "combine", "paged_attention"]
+
+
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> NDArray[Any]: ...
+
+
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[CallOptions]
+) -> tuple[NDArray[Any], NDArray[np.float64]]: ...
+
+
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[CallOptions]
+) -> NDArray[Any] | tuple[NDArray[Any], NDArray[np.float64]]: ...
+
 
 @checks_arguments("rawattn.reference.attention")
 @takes_options(ForwardOptions)
@@ -47,7 +76,7 @@ def attention(
     *,
     return_lse: bool = False,
     out: Any = None,
-    backend: str | None = None,
+    backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[ForwardOptions],
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.attention`, computed in float64.
@@ -113,7 +142,7 @@ def paged_attention(
     return_lse: bool = False,
     out: Any = None,
     validate: bool = False,
-    backend: str | None = None,
+    backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[ForwardOptions],
 ) -> Any:
     """Attention with the arguments and shapes of `rawattn.paged_attention`, computed in float64.
@@ -220,7 +249,7 @@ def attention_backward(
     want_dbias: bool | None = None,
     deterministic: bool = False,
     into: Gradients | None = None,
-    backend: str | None = None,
+    backend: Literal["cuda", "cpu"] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """Gradients with the arguments and shapes of `rawattn.attention_backward`, in float64.
