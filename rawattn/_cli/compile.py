@@ -37,8 +37,8 @@ def add_parser(subparsers: Any) -> None:
         "compile",
         description="Compile the common kernel variants into the cache. It needs no GPU. Variants "
         "that are not among them compile at their first call, as always.",
-        epilog="A variant takes one to twenty seconds of one CPU; there are about 140 for inference on "
-        "Hopper, 40 on other GPUs. Ctrl-C ends it at once, and keeps what is compiled. "
+        epilog="A variant takes one to twenty seconds of one CPU; the progress says how many there are. "
+        "Ctrl-C ends it at once, and keeps what is compiled. "
         f"${cache.VARIABLE} names another cache directory, of a container image for one.",
     )
     parser.add_argument(
@@ -82,6 +82,12 @@ def run(args: argparse.Namespace) -> int:
         missing = [job for job in wanted if compiler.find(*job) is None]
     except (ImportError, RuntimeError, ValueError) as error:
         print(f"rawattn compile: {error}", file=sys.stderr)
+        return 1
+    if missing and (why := cache.why_unwritable()) is not None:
+        print(
+            f"rawattn compile: the cache cannot be written ({why}); set {cache.VARIABLE} to a writable directory",
+            file=sys.stderr,
+        )
         return 1
     started = time.perf_counter()
     done: list[tuple[compiler.Source, str]] = []
