@@ -14,6 +14,7 @@ import pytest
 from rawattn import cli
 from rawattn._bench import contender, grids, machine, measure, suites
 from rawattn._bench.report import Figure, Report
+from rawattn._runtime import devices
 from tests.bench_fakes import Fake, FakeClock
 
 
@@ -177,7 +178,11 @@ def test_without_a_gpu_the_command_says_so(capsys):
     if machine_has_gpu():
         pytest.skip("there is a GPU")
     assert cli.main(["bench", "--quick"]) == 1
-    assert "bench measures GPU kernels" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "rawattn bench: bench measures GPU kernels, and there is no usable GPU: "
+    )
+    assert str(devices.why_no_gpu()) in said
 
 
 def test_listing_and_unknown_words(capsys):
@@ -194,6 +199,23 @@ def test_listing_and_unknown_words(capsys):
         cli.main(["bench", "--repeats", "0"])
     with pytest.raises(SystemExit):
         cli.main(["bench", "--burst", "0"])
+
+
+@pytest.mark.parametrize(
+    ("suite", "name"),
+    [
+        ("decode", "64 x 8192 32/8"),
+        ("prefill", "8 x 256 rows on 8448 32/8"),
+        ("models", "vision 64 x 197 12/12 D64 full"),
+    ],
+)
+def test_suites_of_figures_list_what_they_measure(suite, name, capsys):
+    assert cli.main(["bench", "--suite", suite, "--list"]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert name in names and len(set(names)) == len(names)
+    assert cli.main(["bench", "--suite", suite, "--filter", name]) == 1
+    told = f"--filter: got {name!r}, but the suite {suite} is measured as a whole; leave it out"
+    assert told in capsys.readouterr().err
 
 
 def test_nothing_heavy_is_imported_to_list():

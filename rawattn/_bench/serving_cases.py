@@ -119,3 +119,8 @@ PREFILL = tuple(
 )
 # GQA groups of 7 and 5 heads, which divide no tile, as in Qwen and Llama 4.
 CHUNKS = (alike(8, 4096, 28, 4, 32), alike(8, 4096, 40, 8, 32), alike(8, 4096, 40, 8, 100))
+
+DECODE_NAMES = tuple(
+    case.name for case in (*BIG, *SMALL, *MASKED, *BIASED, UNEVEN, WINDOWED, APPENDED)
+)
+PREFILL_NAMES = tuple(case.name for case in (*PREFILL, *CHUNKS))

@@ -14,6 +14,7 @@ from rawattn._bench import (
     grids,
     host_time,
     memory,
+    model_cases,
     models,
     ours,
     peers,
@@ -21,6 +22,7 @@ from rawattn._bench import (
     score_figures,
     score_peers,
     serving,
+    serving_cases,
 )
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender
@@ -29,12 +31,16 @@ from rawattn._bench.report import Figure
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """cases: a function of `quick`. figures: functions of (dtype, peers) for further figures, by their names in --filter."""
+    """cases: a function of `quick`. figures: functions of (dtype, peers) for further figures, by their names in --filter.
+
+    listed: for a suite of figures alone the names of what they measure. It is measured as a whole, as some compare two cases.
+    """
 
     summary: str
     cases: Callable[[bool], list[Case]]
     figures: Mapping[str, Callable[[str, Sequence[str]], list[Figure]]]
     note: str = ""  # below the table
+    listed: tuple[str, ...] = ()
     host: bool = False  # measured by `host_suite`, with neither cases nor further figures
 
 
@@ -81,12 +87,14 @@ SUITES = {
         "one new row on cached keys: share of the read bandwidth, time over the fastest peer, each with its bound",
         lambda quick: [],
         {"figures": serving.decode},
+        listed=serving_cases.DECODE_NAMES,
         note=f"{_IN_GRAPHS}; peers read keys in rows, rawattn in pages where the line says so",
     ),
     "prefill": Suite(
         "chunks of new rows on cached keys: time over the fastest peer, pages over rows, each with its bound",
         lambda quick: [],
         {"figures": serving.prefill},
+        listed=serving_cases.PREFILL_NAMES,
         note=_IN_GRAPHS,
     ),
     "models": Suite(
@@ -94,6 +102,7 @@ SUITES = {
         "of that, each with its bound",
         lambda quick: [],
         {"figures": models.figures},
+        listed=tuple(case.name for case in model_cases.CASES),
         note=_IN_GRAPHS,
     ),
     "host": Suite(

@@ -15,6 +15,7 @@ from rawattn._bench.timing import BURST_SECONDS, REPEATS
 from rawattn._call import outputs
 from rawattn._cli import arguments
 from rawattn._console.progress import Progress
+from rawattn._runtime.devices import why_no_gpu
 
 _QUICK_REPEATS = 5
 _QUICK_TURNS = 4
@@ -38,7 +39,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="WORDS",
         default="",
         help='only the cases whose names have all these words, as in "dense D128 causal"; '
-        "host, dtypes, compile or memory: that figure alone",
+        "host, dtypes, compile or memory: that figure alone; the suites "
+        f"{', '.join(name for name, s in suites.SUITES.items() if s.listed)} are measured as a whole",
     )
     parser.add_argument(
         "--peers",
@@ -92,13 +94,16 @@ def run(args: argparse.Namespace) -> int:
     extras = [name for name in suite.figures if _wants(args, name)]
     try:
         if args.source is None and not (calls or chosen or extras):
+            if suite.listed:
+                raise ValueError(
+                    f"--filter: got {args.filter!r}, but the suite {args.suite} is measured as a whole; leave it out"
+                )
             raise ValueError(
                 f"--filter: no case has the words {args.filter!r}; --list without it shows the names"
             )
         if args.list:
-            print(
-                "\n".join([case.name for case in chosen] + [call.name for call in calls] + extras)
-            )
+            names = [case.name for case in chosen] + [call.name for call in calls]
+            print("\n".join(names + (list(suite.listed) or extras)))
             return 0
         _check_outputs(args)
         if args.source is not None:
@@ -188,17 +193,9 @@ def _wants(args: argparse.Namespace, figure: str) -> bool:
 
 
 def require_gpu() -> None:
-    needs = "bench measures GPU kernels"
-    try:
-        import cupy
-    except ImportError as error:
-        raise ImportError(f'{needs} and needs CuPy: pip install "rawattn[cuda13]"') from error
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:
-        raise RuntimeError(f"{needs}, and there is no usable GPU here ({error})") from error
-    if not count:
-        raise RuntimeError(f"{needs}, and there is no GPU here")
+    why = why_no_gpu()
+    if why is not None:
+        raise RuntimeError(f"bench measures GPU kernels, and there is no usable GPU: {why}")
 
 
 def duration(text: str) -> float:
