@@ -66,5 +66,6 @@ def test_no_gpu_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check, "gpu_available", lambda: False)
+    monkeypatch.setattr(check, "why_no_gpu", lambda: "the driver sees no GPU")
     assert cli.main(["check", "--backend", "cuda"]) == 1
-    assert "rawattn info" in capsys.readouterr().err
+    assert capsys.readouterr().err == "rawattn check: no usable GPU: the driver sees no GPU\n"

@@ -234,3 +234,10 @@ print(one.message)
     )
     assert "/dev/null/home" in run.stdout
     assert "CUPY_CACHE_DIR" in run.stdout
+
+
+def test_a_call_for_a_gpu_says_why_there_is_none(runtime: Runtime) -> None:
+    runtime.fails, runtime.driver = RuntimeError("cudaErrorInsufficientDriver: old"), 0
+    q = np.ones((1, 2, 1, 8), np.float32)
+    with pytest.raises(RuntimeError, match=r"^backend: got 'cuda', .*: no NVIDIA driver on this"):
+        rawattn.attention(q, q, q, backend="cuda")

@@ -21,7 +21,7 @@ from rawattn._console import table
 from rawattn._console.progress import Progress
 from rawattn._kernels.selection import only
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._runtime.devices import gpu_available
+from rawattn._runtime.devices import gpu_available, why_no_gpu
 
 Array = np.ndarray[Any, Any]
 
@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a table; status 1 if an error is above its bound."""
     if args.backend == "cuda" and not gpu_available():
-        print("rawattn check: no GPU that CuPy can use; `rawattn info` says why", file=sys.stderr)
+        print(f"rawattn check: no usable GPU: {why_no_gpu()}", file=sys.stderr)
         return 1
     modes = (*_MODES, *_IN_PAGES, _APPEND, _COMBINE)
     grid = [

@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> None:
     if backend == "cpu" and args.dtype != "float32":
         raise ValueError(f"--dtype {args.dtype}: NumPy has no fast product of it; use a GPU")
     if backend == "cuda" and not devices.gpu_available():
-        raise RuntimeError("--backend cuda: no usable GPU (`rawattn info` says why)")
+        raise RuntimeError(f"--backend cuda: no usable GPU: {devices.why_no_gpu()}")
     texts, empty = (list(SENTENCES), 0) if args.text is None else read_lines(args.text)
 
     embed = example()

@@ -19,7 +19,7 @@ from rawattn._interop.native import native_of
 from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_cpu, on_gpu
 from rawattn._runtime.calls import describe, elsewhere, refuse_gradients
-from rawattn._runtime.devices import gpu_available
+from rawattn._runtime.devices import gpu_available, why_no_gpu
 from rawattn._runtime.option_arrays import caller_names_with_outputs
 from rawattn._runtime.verbs import Verb
 
@@ -173,7 +173,7 @@ def _backend(verb: Verb, backend: str | None, device: int) -> Any:
         backend = "cuda" if on_device or not _host_calls_stay_on_host(verb) else "cpu"
     if backend == "cuda" and not on_device and not gpu_available():
         raise RuntimeError(
-            "backend: got 'cuda', but there is no usable GPU (`rawattn info` says why); use backend=None or 'cpu'"
+            f"backend: got 'cuda', but there is no usable GPU: {why_no_gpu()}; use backend=None or 'cpu'"
         )
     if backend == "cuda":
         return cuda if on_device else _cuda_from_host
