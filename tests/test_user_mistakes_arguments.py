@@ -306,6 +306,14 @@ TORCH = [
         TypeError,
         "q: got torch.Tensor...torch.func's transformations cannot see...put what vmap maps into the batch axis",
     ),
+    *(
+        Mistake(
+            f"torch.func.grad(lambda x: rawattn.torch.attention(x, x, x{options}).sum())(t)",
+            NotImplementedError,
+            "rawattn.torch.attention: got a call in a function that torch.func.grad...torch.autograd.grad",
+        )
+        for options in ("", ", bias=torch.zeros(4, 4)")
+    ),
     Mistake(
         "rawattn.torch.scaled_dot_product_attention(t, t, t)",
         AttributeError,

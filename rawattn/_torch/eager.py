@@ -57,7 +57,11 @@ def with_fast_path(function: Callable[Parameters, Result]) -> Callable[Parameter
         ):
             q, k, v = args
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-                return Recorded.apply(options, (), q, k, v)
+                try:
+                    return Recorded.apply(options, (), q, k, v)
+                except RuntimeError:
+                    refuse_transforms()
+                    raise
             return attention(q, k, v, **options)
         if len(args) != 3:
             check_arguments(kinds, args, options)
@@ -87,7 +91,23 @@ def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
         )
     names = tuple(name for name in _TENSOR_OPTIONS if isinstance(options.get(name), torch.Tensor))
     tensors = [options.pop(name) for name in names]
-    return Recorded.apply(options, names, q, k, v, *tensors, *captured)
+    try:
+        return Recorded.apply(options, names, q, k, v, *tensors, *captured)
+    except RuntimeError:
+        refuse_transforms()
+        raise
+
+
+def refuse_transforms() -> None:
+    """NotImplementedError for a call under torch.func.grad and the like, where `Recorded.apply` fails without running.
+
+    Asked after a failure alone, so that it costs other calls nothing.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "rawattn.torch.attention: got a call in a function that torch.func.grad, torch.func.vjp or the like transforms, "
+            "expected one under plain autograd; call torch.autograd.grad(loss, tensors) or loss.backward()"
+        ) from None
 
 
 class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
