@@ -263,6 +263,16 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"outs: got no partial",
     ),
     "no-array": (lambda o, s: ([o[0], 3], s), TypeError, r"outs\[1\]: got int"),
+    "generator": (
+        lambda o, s: ((x for x in o), s),
+        TypeError,
+        r"outs: got generator; accepted are .*; pass a list, list\(outs\)$",
+    ),
+    "values": (
+        lambda o, s: (o, dict(enumerate(s)).values()),
+        TypeError,
+        r"lses: got dict_values; accepted are .*; pass a list, list\(lses\)$",
+    ),
     "nested": (lambda o, s: (o, [s[0], [1.0], s[2]]), TypeError, r"lses\[1\]: got list"),
     "axes": (lambda o, s: ([x[0, 0] for x in o], s), ValueError, r"outs\[0\]: got shape \(4, 64\)"),
     "not-stacked": (

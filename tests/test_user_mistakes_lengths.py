@@ -8,6 +8,16 @@ from tests.mistakes import Mistake, check, names
 
 LENGTHS = [
     Mistake(
+        "SeqLayout.from_lengths(n for n in (3, 2))",
+        TypeError,
+        "lengths_q: got generator; accepted are int32 and int64 arrays and lists of int; pass a list, list(lengths_q)",
+    ),
+    Mistake(
+        "SeqLayout(seqlen_q=map(int, '32'))",
+        TypeError,
+        "seqlen_q: got map; accepted are int32 and int64 arrays and lists of int; pass a list, list(",
+    ),
+    Mistake(
         "attention(q, k, v, seqs=[0, 5, 10])",
         TypeError,
         "seqs: got list, expected a SeqLayout...write rawattn.SeqLayout(seqstart_q=[0, 5, 10]), of lengths "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, ValuesView
 from typing import Any
 
 import numpy as np
 
 from rawattn._interop.xla import is_traced
 
+_LISTS = ("outs", "lses")  # arguments that take lists of arrays
 _TORCH_CASTS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}
 
 
@@ -79,7 +80,15 @@ def array_advice(obj: object, name: str = "x") -> str:
         return f"pass {name}.to_numpy() in the dtype that is meant"
     if isinstance(obj, (list, tuple)):
         return _sequence_advice(obj, name)
+    if is_lazy(obj):
+        listed = f"list({name})"
+        return f"pass a list, {listed}" if name in _LISTS else f"pass an array, np.stack({listed})"
     return ""
+
+
+def is_lazy(obj: object) -> bool:
+    """Whether an object gives its items one by one, as a generator or the values of a dict, and is no list of them."""
+    return isinstance(obj, (Iterator, ValuesView))
 
 
 def _jax_advice(obj: Any, name: str) -> str:

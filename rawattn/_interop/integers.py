@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rawattn._interop import dlpack
-from rawattn._interop.advice import cast
+from rawattn._interop.advice import cast, is_lazy
 from rawattn._interop.arrays import framework_of, import_array
 from rawattn._interop.native import native_of
 from rawattn._interop.xla import is_traced
@@ -29,6 +29,10 @@ def import_integers(
     """
     if isinstance(obj, (list, tuple, range)):
         array = _array_of_lists(name, obj)
+    elif not hasattr(obj, "__dlpack__") and is_lazy(obj):
+        raise TypeError(
+            f"{name}: got {type(obj).__name__}; accepted are int32 and int64 arrays and lists of int; pass a list, list({name})"
+        )
     else:
         array = import_array(name, obj, stream=stream).array
     if array.dtype not in _INTEGERS:
