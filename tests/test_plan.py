@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -184,6 +186,31 @@ def test_integers_of_the_host_may_be_given_again(pair: bool) -> None:
             ValueError, match=rf"^block_table: got page id {far}, expected .* int32"
         ):
             made(q, pages, pages, listed)
+
+
+def test_plans_are_shown_by_their_function_and_arrays() -> None:
+    q, k, v = arrays(1, 5, 2, 8)
+    bias, mask = aligned((5, 5)), rawattn.block_mask(np.tri(5, dtype=bool))
+    shown = "q float32[1, 5, 2, 8], k float32[1, 5, 2, 8], v float32[1, 5, 2, 8]"
+    made = plan(attention, q, k, v, bias=bias, mask=mask, backend="cpu")
+    assert repr(made) == f"<rawattn.Plan of attention: {shown}, bias float32[5, 5], mask BlockMask>"
+    made = plan(attention, q, k, v, mask=np.ones((5, 5), bool), backend="cpu")
+    assert repr(made) == f"<rawattn.Plan of attention: {shown}, mask bool[5, 5]>"
+    lse = np.zeros((1, 2, 5), np.float32)
+    for count in (2, 70):  # so many are no plan of the GPU
+        made = plan(rawattn.combine, [q] * count, np.stack([lse] * count))
+        assert repr(made) == (
+            f"<rawattn.Plan of combine: outs {count} x float32[1, 5, 2, 8], lses float32[{count}, 1, 2, 5]>"
+        )
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_plans_are_not_copied(copied: Any) -> None:
+    q, k, v = arrays(1, 5, 2, 8)
+    with pytest.raises(
+        TypeError, match=r"^Plan: got a copy or a pickle .*call rawattn\.plan again"
+    ):
+        copied(plan(attention, q, k, v, backend="cpu"))
 
 
 class Machine:

@@ -14,7 +14,7 @@ from rawattn._runtime import dispatch
 from rawattn._runtime.combine import combine_verb
 from rawattn._verbs.combine import combine, read
 from rawattn._verbs.plan import Plan
-from rawattn._verbs.plan_arguments import check_form
+from rawattn._verbs.plan_arguments import check_form, description
 
 _NAMES = ("outs", "lses")
 
@@ -39,6 +39,12 @@ class CombinePlan(Plan):
             return
         returned: Any = tuple
         super().__init__(verb, arrays, targets, DEFAULTS, False, None, returned, ())
+
+    def __repr__(self) -> str:
+        return description(
+            "combine",
+            (each for side in self._given for each in zip(side.names(), side.arrays, strict=True)),
+        )
 
     def __call__(self, *args: Any, out: Any = None, into: Any = None, **named: Any) -> Any:
         """(out, lse). If a list is long, this is an ordinary call of `combine`."""

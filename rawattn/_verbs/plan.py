@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from rawattn._verbs.attention import attention, first
 from rawattn._verbs.backward import attention_backward, gradients
 from rawattn._verbs.combine import combine
 from rawattn._verbs.paged import check_pages, paged_attention, read_pages, scaled, visibility_of
-from rawattn._verbs.plan_arguments import Arguments, check_form, host_table
+from rawattn._verbs.plan_arguments import Arguments, check_form, description, host_table
 
 # Entries of `Plan._repeats`. Each is one way to pass a call's arrays: how many by position, and which by name.
 _MAX_KNOWN = 64
@@ -132,6 +132,17 @@ class Plan:
         if repeat is None:
             self._remember_call(key, given)
         return result
+
+    def __repr__(self) -> str:
+        names = caller_names(self._verb, self._options)
+        return description(self._verb.name, zip(names, self._inputs, strict=True))
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would share the memory that the plan frees.
+        raise TypeError(
+            "Plan: got a copy or a pickle to make of it, but it owns kernels and memory of its process; call rawattn.plan "
+            "again where another plan is needed"
+        )
 
     def _call_key(
         self, args: Sequence[Any], named: Mapping[str, Any]

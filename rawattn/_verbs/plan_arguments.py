@@ -178,6 +178,26 @@ def form_of(array: Any) -> Form | None:
     return Form(tuple(array.shape), str(array.dtype).rpartition(".")[2])
 
 
+def description(function: str, named: Iterable[tuple[str, Any]]) -> str:
+    """A plan for its repr: the planned function, and the forms of its arrays.
+
+    named: all inputs. Of those in a list, as ``outs[0]``, the first one and their number are shown, of a mask's arrays nothing.
+    """
+    groups: dict[str, list[Any]] = {}
+    for name, array in named:
+        if array is not None:
+            groups.setdefault(name.partition("[")[0], []).append(array)
+    shown = []
+    for name, arrays in groups.items():
+        form = form_of(arrays[0])
+        count = f"{len(arrays)} x " if len(arrays) > 1 else ""
+        if name == "mask" and count:
+            shown.append("mask BlockMask")
+        elif form is not None:
+            shown.append(f"{name} {count}{form.dtype}{list(form.shape)}")
+    return f"<rawattn.Plan of {function}: {', '.join(shown)}>"
+
+
 def check_form(name: str, array: Any, planned: Any) -> None:
     """ValueError for an array whose form is not that of planning time, TypeError for what is no array."""
     if (array is None) != (planned is None):
