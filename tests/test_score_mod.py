@@ -20,6 +20,10 @@ from tests.reference_rules import GROUPED, LENS_K, LENS_Q, arrays_of, draw
 SLOPES = np.float32([0.5, 0.25])
 
 
+def test_what_is_captured_may_be_called_self() -> None:
+    assert ScoreMod("score * self", self=2.0).scalars == (2.0,)
+
+
 def test_description_holds_neither_values_nor_shapes() -> None:
     def made(slope: Any, cap: Any) -> ScoreMod:
         return ScoreMod("cap * tanh(score / cap) + slope[head]", slope=slope, cap=cap, wrt="slope")

@@ -14,6 +14,22 @@ BACKWARD = "attention_backward(out.astype(np.float16), *half, lse, bias=bias, "
 
 CALLS = [
     Mistake(
+        "ScoreMod('score * forward', forward=1.0)",
+        TypeError,
+        "forward: rawattn.ScoreMod got this argument by position and by name, expected it once; capture by another name",
+    ),
+    Mistake(
+        "ScoreMod('score * backward', backward=1.0)",
+        ValueError,
+        "backward: got 1.0 (float), expected None: an expression is differentiated by itself",
+    ),
+    Mistake(
+        "rawattn.block_mask(predicate='mask[kv_idx]', mask=np.ones(5, bool), seqlen_q=5, seqlen_k=5)",
+        TypeError,
+        "block_mask: expected one of mask, predicate and ranges, got mask and predicate; mask= is an argument, so what "
+        "the predicate reads as 'mask' is captured by another name",
+    ),
+    Mistake(
         "ScoreMod('score + t[head]', t=np.ones(4, np.uint8))",
         TypeError,
         "t: got dtype uint8; accepted are float16, ...; convert it, as by t.astype(np.int32)",

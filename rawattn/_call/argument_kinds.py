@@ -16,6 +16,10 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+# Functions whose other keywords are names of what a text captures.
+_CAPTURING = ("rawattn.ScoreMod", "rawattn.block_mask")
+
+
 class ArgumentKinds(NamedTuple):
     """The parameters of a function: those that may be given by position, those by name only, and those without a default."""
 
@@ -39,8 +43,14 @@ def argument_kinds(function: str, signature: inspect.Signature) -> ArgumentKinds
 
 
 def check_arguments(kinds: ArgumentKinds, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """TypeError for too many arguments by position, or for a missing one."""
+    """TypeError for too many arguments by position, for a missing one, or for one that is given twice."""
     given = kinds.by_position[: len(args)]
+    for name in given:
+        if name in options and name != "self":  # a text may capture what is called self
+            advice = "; capture by another name" if kinds.function in _CAPTURING else ""
+            raise TypeError(
+                f"{name}: {kinds.function} got this argument by position and by name, expected it once{advice}"
+            )
     surplus = len(args) > len(kinds.by_position)
     missing = [name for name in kinds.required if name not in options and name not in given]
     if not surplus and not missing:
@@ -108,7 +118,11 @@ def checks_arguments(
         @functools.wraps(call)
         def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
             # The fast path, which most calls take.
-            if len(args) == plain and (hands_on or options.keys() <= accepted):
+            if len(args) == plain and (
+                options.keys().isdisjoint(kinds.by_position)
+                if hands_on
+                else options.keys() <= accepted
+            ):
                 return call(*args, **options)
             check_arguments(kinds, args, options)
             if not hands_on and not options.keys() <= accepted:

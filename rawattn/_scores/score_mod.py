@@ -103,8 +103,8 @@ class ScoreMod:
         if language == "expression":
             if backward is not None:
                 raise ValueError(
-                    "backward: got a text, expected None: an expression is differentiated by itself; backward is "
-                    'for language="cuda"'
+                    f"backward: got {for_message(backward)}, expected None: an expression is differentiated by itself; "
+                    'backward is for language="cuda"'
                 )
             text = ScoreText(language, normalised(forward), None, names, *found.forms)
             program(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,7 +95,14 @@ def block_mask(
     ]
     if len(given) != 1:
         got = " and ".join(given) or "none of them"
-        raise TypeError(f"block_mask: expected one of mask, predicate and ranges, got {got}")
+        advice = "".join(
+            f"; {name}= is an argument, so what the predicate reads as {name!r} is captured by another name"
+            for name in given
+            if name != "predicate" and re.search(rf"\b{name}\b", str(predicate))
+        )
+        raise TypeError(
+            f"block_mask: expected one of mask, predicate and ranges, got {got}{advice}"
+        )
     if captured and predicate is None:
         name = next(iter(captured))
         raise TypeError(
