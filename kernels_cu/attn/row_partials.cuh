@@ -97,7 +97,7 @@ struct MergedColumns {
     return zero != 0.0f;
   }
   DEVICE float lse() const {
-    return running_max == -target::infinity() ? running_max : Exponent::logarithm(running_max, sum);
+    return running_max == -target::infinity() && sum == sum ? running_max : Exponent::logarithm(running_max, sum);
   }
 
  private:

@@ -111,9 +111,9 @@ struct SoftmaxRows {
     }
   }
 
-  // The natural logarithm of the sum of exponentials; -inf for a row that saw no key.
+  // The natural logarithm of the sum of exponentials; -inf for a row that saw no key, NaN for one that saw only NaN.
   DEVICE float lse(int m, int slot) const {
-    if (running_max[m][slot] == -target::infinity()) return -target::infinity();
+    if (running_max[m][slot] == -target::infinity() && sum[m][slot] == sum[m][slot]) return -target::infinity();
     return Exponent::logarithm(running_max[m][slot], sum[m][slot]);
   }
 };

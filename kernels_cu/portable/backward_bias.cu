@@ -184,6 +184,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
   };
 
   const auto put = [&](int i, int j, float x) {
+    if (x != x) *p.found_nan = 1;  // of a hidden key or row, perhaps: `finish` looks
     if (p.dbias.splits > 1) {
       const int64 entry = (int64(work.split) * p.dbias.batches + work.batch) * p.dbias.heads + work.head;
       p.dbias.partials[(entry * f.bias.rows + i) * f.bias.keys + j] = x;

@@ -45,7 +45,10 @@ struct Handover {
     const unsigned bits = target::bits_of(weight);
     return kFloat16Weights ? bits >> 31 == 0 : (bits & 1u) == 0;
   }
-  DEVICE static float unmarked(float weight) { return kFloat16Weights ? fmaxf(weight, -weight) : weight; }
+  DEVICE static float unmarked(float weight) {
+    if constexpr (kFloat16Weights) return fmaxf(weight, -weight);
+    return target::float_of(unsigned(target::bits_of(weight)) & ~1u);
+  }
 
   // second: the other tile, where there are two.
   DEVICE static void store(const C& weights, Element* tile, Element* second, int lane) {
