@@ -59,6 +59,14 @@ def inputs(shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Inputs:
     return q, k, v
 
 
+def inputs_of_one_query(shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Inputs:
+    """Arrays in which one query of one head has a NaN."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    q[-1, q.shape[1] // 2, 1, 3] = np.nan
+    return q, k, v
+
+
 def check(given: Inputs, out: np.ndarray, lse: np.ndarray, **options: Any) -> None:
     """Check that results are NaN or infinite where the reference's are, and right elsewhere."""
     exact, exact_lse = reference.attention(*given, **options, return_lse=True)
@@ -110,6 +118,47 @@ def gradient_inputs(given: Inputs, where: str, **options: Any) -> tuple[np.ndarr
             array[n % len(q), int(rng.integers(q.shape[1] // 3)), head, 2 : 3 + 5 * head] = np.nan
     out, lse = reference.attention(q, k, v, **options, return_lse=True)
     return dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
+
+
+# By name: queries, keys, which array has NaN and at which row or key, and the options, with the shape of a bias. No query sees
+# that key, or that row sees no key.
+UNSEEN: dict[str, tuple[int, int, str, int, dict[str, Any]]] = {
+    "value": (20, 300, "v", 150, {"window": (30, 0), "bias": (2, 20, 1)}),
+    "value-by-key": (20, 300, "v", 150, {"window": (30, 0), "bias": (1, 2, 1, 300)}),
+    "dout": (180, 64, "dout", 5, {"causal": True, "bias": (2, 1, 64)}),
+}
+
+
+def unseen_inputs(how: str) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """dout, q, k, v, out and lse of a backward of `UNSEEN`, and its options."""
+    rng = np.random.default_rng(2)
+    rows, keys, which, at, options = UNSEEN[how]
+    options = {**options, "bias": rng.standard_normal(options["bias"]).astype(BFLOAT16)}
+    shapes = {"dout": rows, "q": rows, "k": keys, "v": keys}
+    arrays = {
+        name: rng.standard_normal((1, n, 2, 64)).astype(BFLOAT16) for name, n in shapes.items()
+    }
+    arrays[which][0, at, 0] = np.nan
+    out, lse = reference.attention(*list(arrays.values())[1:], **options, return_lse=True)
+    return (*arrays.values(), out.astype(BFLOAT16), lse.astype(np.float32)), options
+
+
+def dropped_inputs(dtype: Any) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """dout, q, k, v, out and lse of a backward with dropout, and its options. Row 5 alone sees the value that is infinite."""
+    rng = np.random.default_rng(0)
+    dout, q, k, v = (rng.standard_normal((1, 40, 1, 64)).astype(dtype) for _ in range(4))
+    v[0, 5, 0, 0] = np.inf
+    options = {"window": (0, 0), "dropout_p": 0.35, "seed": 1}
+    out, lse = reference.attention(q, k, v, **options, return_lse=True)
+    assert np.isinf(out[0, 5]).any(), "the seed drops it"
+    return (dout, q, k, v, out.astype(dtype), lse.astype(np.float32)), options
+
+
+def check_dropped(gradients: Gradients) -> None:
+    """Check that the infinite value of `dropped_inputs` reaches only what sees it."""
+    for name in ("dq", "dk", "dv"):
+        finite = np.isfinite(getattr(gradients, name).astype(np.float64)).all(axis=-1)
+        assert np.delete(finite[0, :, 0], 5).all(), name
 
 
 def check_gradients(given: tuple[np.ndarray, ...], got: Gradients, **options: Any) -> None:

@@ -135,3 +135,31 @@ def test_backward_of_one_key_tile(headdim: int, where: str, how: str) -> None:
 def test_backward_of_shared_key_tiles(options: dict[str, Any], where: str) -> None:
     """Several blocks share a key tile: of the few that there are, or of those with sink tokens."""
     differentiate(where, options, 3000, 200 if "align" in options else 3500, 64)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("rows", [5, 200])
+@pytest.mark.parametrize("headdim", [64, 128, 256])
+def test_a_query(headdim: int, rows: int, options: dict[str, Any]) -> None:
+    """lse of a row that sees only NaN is NaN, not that of a row without keys, which would have no gradients."""
+    shapes = ((2, rows, 4, headdim), (2, 900, 2, headdim), (2, 900, 2, headdim))
+    given = hidden_nan.inputs_of_one_query(shapes, hidden_nan.BFLOAT16)
+    for family in ("sm90", "portable", "decode")[: 3 if rows == 5 else 2]:
+        hidden_nan.check(given, *attend(given, family, **options), **options)
+
+
+@pytest.mark.parametrize("how", hidden_nan.UNSEEN)
+def test_backward_of_a_bias_beside_what_nothing_sees(how: str) -> None:
+    given, options = hidden_nan.unseen_inputs(how)
+    got = rawattn.attention_backward(*map(on_gpu, given), **moved(options))
+    for each in got:
+        assert each is None or np.isfinite(each.get().astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, hidden_nan.BFLOAT16, np.float32], ids=str)
+@pytest.mark.parametrize("text", [None, "tanh(score) * 2"])
+def test_backward_of_an_infinite_value_under_dropout(text: str | None, dtype: Any) -> None:
+    given, options = hidden_nan.dropped_inputs(dtype)
+    score_mod = None if text is None else rawattn.ScoreMod(text)
+    got = rawattn.attention_backward(*map(on_gpu, given), score_mod=score_mod, **options)
+    hidden_nan.check_dropped(got._replace(dq=got.dq.get(), dk=got.dk.get(), dv=got.dv.get()))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import Gradients, SeqLayout
+from rawattn import Gradients, ScoreMod, SeqLayout
 from rawattn._kernels.portable import backward as portable_backward
 from tests import exhaustive, hidden_nan
 from tests.shim.device import Device, MakeDevice
@@ -153,3 +153,35 @@ def test_output_by_tma(machine: MakeDevice, how: str) -> None:
     packed = [x[0] for x in given]
     out, lse = run_forward(machine(arch="sm_90a"), "sm90", *packed, seqs=seqs, **HIDING[how])
     hidden_nan.check(given, out[None], lse[None], **HIDING[how])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [("portable", "sm_80"), ("sm90", "sm_90a"), ("decode", "sm_80"), ("decode", "sm_90a")],
+)
+def test_a_query(machine: MakeDevice, family: str, arch: str, options: dict[str, Any]) -> None:
+    """lse of a row that sees only NaN is NaN, not that of a row without keys, which would have no gradients."""
+    shapes = ((2, 5, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64))
+    given = hidden_nan.inputs_of_one_query(shapes, hidden_nan.BFLOAT16)
+    out, lse = run_forward(machine(arch=arch), family, *given, **options)
+    hidden_nan.check(given, out, lse, **options)
+
+
+@pytest.mark.parametrize("how", hidden_nan.UNSEEN)
+def test_backward_of_a_bias_beside_what_nothing_sees(machine: MakeDevice, how: str) -> None:
+    """The tiles of dbias are larger than those of the main kernel, and meet rows and keys that it never does."""
+    given, options = hidden_nan.unseen_inputs(how)
+    got = run_backward(machine(arch="sm_90a"), "portable", *given, **options)
+    assert all(np.isfinite(x.astype(np.float64)).all() for x in got if x is not None)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, hidden_nan.BFLOAT16, np.float32], ids=str)
+@pytest.mark.parametrize("text", [None, "tanh(score) * 2"])
+def test_backward_of_an_infinite_value_under_dropout(
+    machine: MakeDevice, text: str | None, dtype: Any
+) -> None:
+    given, options = hidden_nan.dropped_inputs(dtype)
+    score_mod = None if text is None else ScoreMod(text)
+    got = run_backward(machine(), "portable", *given, score_mod=score_mod, **options)
+    hidden_nan.check_dropped(got)
