@@ -30,7 +30,9 @@ class Case:
     tail: int = 0  # group mode: rows after the last sequence
     by_q: str = "room"  # source of the lengths: room (physical), seqlen, cu_seqlen, both
     by_k: str = "room"
-    integers: str = "int32"  # of lengths and offsets: int32, int64, or list
+    positions_q: tuple[int, ...] = ()  # of the sequences in longer ones; () for none
+    positions_k: tuple[int, ...] = ()
+    integers: str = "int32"  # of lengths, offsets and positions: int32, int64, or list
     on_device: bool = False  # lengths and offsets lie on the GPU
     max_seqlen: bool = False
     share_starts: bool = False  # leave seqstart_k to its default
@@ -61,6 +63,8 @@ class Case:
             assert self.group or len(set(rooms)) <= 1, self
             assert all(0 <= n <= room for n, room in zip(lens, rooms, strict=True)), self
             assert by != "room" or lens == rooms, self
+        for positions in (self.positions_q, self.positions_k):
+            assert len(positions) in (0, len(self.lens_q)), self
 
     @property
     def side_q(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

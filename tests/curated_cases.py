@@ -26,7 +26,10 @@ def unaligned() -> list[Case]:
 
 def curated() -> list[Case]:
     """The curated cases: cheap ones and a few of full size (`Case.scores` tells them apart)."""
-    cases = [*_shapes(), *_head_dims(), *_masks(), *_ragged(), *_memory(), *_values(), *_long()]
+    cases = [
+        *(*_shapes(), *_head_dims(), *_masks(), *_ragged(), *_positions()),
+        *(*_memory(), *_values(), *_long()),
+    ]
     assert len({str(case) for case in cases}) == len(cases), "two cases share a name"
     return cases
 
@@ -111,6 +114,37 @@ def _masks() -> list[Case]:
         dense("window-d256", 1, 200, 400, window=(90, 0), sink=3, headdim=256),
     ]
     return cases
+
+
+def _positions() -> list[Case]:
+    """Sequences that are parts of longer ones: keys before, at, around and behind the queries."""
+    three = {"positions_q": (0, 300, 90), "positions_k": (500, 0, 100)}
+    four = {"positions_q": (250, 9, 0, 1000), "positions_k": (0, 9, 500, 990)}
+    lens = (130, 0, 70, 1), (140, 20, 300, 90)
+    slots = {
+        "room_q": (140, 3, 70, 5),
+        "room_k": (150, 20, 333, 91),
+        "by_q": "seqlen",
+        "by_k": "cu_seqlen",
+    }
+    return [
+        *_each_dtype(dense("positions-causal", 3, 133, 290, **three, causal=True)),
+        *_each_dtype(dense("positions-window", 3, 133, 290, **three, window=(200, 30), sink=110)),
+        dense("positions-full", 3, 70, 90, **three),
+        dense("positions-top-left", 3, 70, 90, **three, causal=True, align="top-left"),
+        dense("positions-q", 2, 150, 200, positions_q=(20, 190), causal=True, headdim=128),
+        dense("positions-k", 2, 150, 200, positions_k=(20, 190), causal=True, headdim=128),
+        dense("positions-d256", 3, 133, 290, **three, window=(200, 0), sink=600, headdim=256),
+        dense("positions-one-query", 3, 1, 290, **three, causal=True, nheads_q=8),
+        dense("positions-few", 3, 4, 900, **three, window=(100, 0), sink=110, nheads_q=8),
+        dense("positions-long-keys", 1, 256, 9000, positions_q=(4000,), causal=True, nheads_q=8, headdim=128),
+        padded("positions-padded", *lens, 150, 333, **four, causal=True, on_device=True),
+        padded("positions-padded-left", *lens, 150, 333, **four, window=(80, None), sink=9, integers="int64"),
+        ragged("positions-ragged", *lens, **four, causal=True, nheads_q=4, integers="list"),
+        ragged("positions-slots", *lens, **slots, **four, window=(80, 5), sink=995, lead=3, tail=9),
+        ragged("positions-device", *lens, **slots, **four, causal=True, on_device=True, integers="int64"),
+        ragged("positions-many", (2,) * 100, (30,) * 100, positions_q=tuple(range(100)), causal=True),
+    ]  # fmt: skip
 
 
 def _ragged() -> list[Case]:

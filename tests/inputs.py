@@ -86,6 +86,9 @@ def materialise(case: Case) -> Inputs:
             integers[f"cu_seqlen_{side}"] = case.lead + _cumulative(lens)
         if case.max_seqlen:
             maxima[f"max_seqlen_{side}"] = max(lens, default=0)
+    for side, positions in (("q", case.positions_q), ("k", case.positions_k)):
+        if positions:
+            integers[f"position_{side}"] = np.array(positions, np.int64)
     if case.integers != "list":
         integers = {name: x.astype(case.integers) for name, x in integers.items()}
 

@@ -147,6 +147,7 @@ LENGTH_CASES = [
         "jax-traced-slots", (30, 5, 64), (90, 0, 5), room_q=(33, 9, 70), room_k=(99, 7, 5),
         by_q="seqlen", by_k="cu_seqlen", lead=3, tail=9, window=(20, 3), dtype="float16",
     ),
+    padded("jax-traced-positions", (30, 5), (9, 17), 40, 20, positions_q=(40, 3), positions_k=(1, 0), causal=True),
 ]  # fmt: skip
 
 
@@ -247,14 +248,18 @@ def verify_bad_traced_lengths(platform: str) -> None:
             assert np.isfinite(np.asarray(out)).all() and not np.isnan(np.asarray(lse)).any()
 
 
-def verify_mapped_traced_lengths(platform: str) -> None:
-    """Check jax.vmap with lengths that are mapped too, and with lengths common to the batch."""
+def verify_mapped_traced_lengths(platform: str, *, positions: bool = False) -> None:
+    """Check jax.vmap with lengths that are mapped too, and with lengths common to the batch.
+
+    positions: the sequences begin at positions, which are as the lengths are.
+    """
     q, k, v = random_arrays(platform, 3, 2, 9, 4, 16)
     lengths = jnp.asarray([[5, 9], [0, 3], [9, 1]], "int32")
     offsets = jnp.asarray([[0, 3, 9], [2, 2, 7], [1, 5, 14]], "int32")
 
     def call(q: Any, k: Any, v: Any, lengths: Any, offsets: Any) -> Any:
-        seqs = rawattn.SeqLayout(seqlen_q=lengths, cu_seqlen_k=offsets)
+        at = {"position_q": lengths, "position_k": [0, 4]} if positions else {}
+        seqs = rawattn.SeqLayout(seqlen_q=lengths, cu_seqlen_k=offsets, **at)
         return rawattn.jax.attention(q, k, v, seqs=seqs, causal=True, return_lse=True)
 
     for axes in ((0, 0), (None, 0), (0, None)):

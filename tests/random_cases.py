@@ -47,6 +47,11 @@ def random_case(seed: int) -> Case:
         None, None, (int(rng.integers(0, 100)), int(rng.integers(0, 100))),
         (int(rng.integers(0, 300)), None), (None, int(rng.integers(0, 50))), (0, 0),
     )  # fmt: skip
+    knobs: dict[str, Any] = {}
+    positions = np.random.default_rng([seed, 2])
+    if batch and positions.random() < 0.15:
+        for side in _some_sides(positions):
+            knobs[f"positions_{side}"] = tuple(positions.integers(0, 2 * most, batch).tolist())
     return Case(
         name=f"seed{seed}",
         dtype=some("bfloat16", "float16", "float16" if wide else "float32"),
@@ -78,7 +83,13 @@ def random_case(seed: int) -> Case:
         values=some("normal", "normal", "uniform", "large"),
         num_splits=some(None, None, None, 1, 2, 7, 256),
         seed=seed,
+        **knobs,
     )
+
+
+def _some_sides(rng: Any) -> str:
+    """One of both sides, or both."""
+    return ("q", "k", "qk", "qk")[int(rng.integers(4))]
 
 
 def _random_rooms(rng: Any, lens: list[int], *, group: bool, padded: bool) -> list[int]:

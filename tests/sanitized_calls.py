@@ -70,6 +70,12 @@ class Step:
                 verify(self.case, TightCuPy())
 
 
+_AT: dict[str, Any] = {
+    "positions_q": (90, 0),
+    "positions_k": (30, 7),
+}  # of two sequences in longer ones
+
+
 def matrix() -> list[Step]:
     """Return the calls of attention and its backward."""
     steps = [
@@ -97,6 +103,10 @@ def matrix() -> list[Step]:
         ragged("out", (60, 90), (150, 1), **slots, tail=40, give_out=True, layout="gaps"),
         ragged("many", (1,) * 300, (2,) * 300, **one),
         dense("top-left", 1, 140, 201, **one, causal=True, align="top-left"),
+        ragged(
+            "positions", (60, 90), (150, 1), **slots, **_AT, lead=3, tail=40, **device, causal=True
+        ),
+        dense("positions", 2, 140, 201, **one, **_AT, window=(60, 9), sink=70, headdim=128),
     ]
     # Few rows on many keys: by TMA, and by lanes where rows of keys begin at no multiples of 16 bytes.
     few: dict[str, Any] = {"nheads_q": 8, "nheads_kv": 2}
@@ -104,6 +114,7 @@ def matrix() -> list[Step]:
         knobs = {**few, "headdim": headdim}
         cases += [
             dense("few-window", 2, 3, 700, **knobs, window=(90, 0), sink=3),
+            dense("few-positions", 2, 3, 700, **knobs, **_AT, window=(90, 0), sink=40),
             dense("few-top-left", 1, 3, 700, **knobs, window=(0, 300), align="top-left"),
             ragged("few-packed", (3, 0, 1), (700, 500, 40), **knobs, causal=True),
         ]
@@ -252,6 +263,10 @@ def score_steps() -> list[Step]:
             align="top-left",
         ),
         dense("needs-score", 2, 140, 201, **sizes, score_mod="tanh"),
+        dense("bias-positions", 2, 70, 91, **sizes, **_AT, bias=Pairs(batch=False), causal=True),
+        dense(
+            "mask-positions", 2, 140, 300, **sizes, **_AT, mask=Pairs(values="random"), causal=True
+        ),
     ]
     # Only the portable kernels take float32.
     steps = [

@@ -273,7 +273,30 @@ def _numbers() -> list[Case]:
         dense("alibi-negative-both-sides", 1, 200, 300, **_TWO, alibi_slopes="negative"),
         ragged("alibi-both-sides-packed", *_LENS, **_TWO, alibi_slopes="batch"),
         ragged("alibi-batch-packed", *_LENS, **_TWO, alibi_slopes="batch", dtype="float32"),
+        *_positions(),
     ]  # fmt: skip
+
+
+def _positions() -> list[Case]:
+    """Sequences that are parts of longer ones, with options that depend on positions in these."""
+    at = {"positions_q": (100, 7), "positions_k": (30, 0)}
+    of_four = {"positions_q": (250, 0, 40, 3), "positions_k": (0, 9, 0, 31)}
+    rows = Pairs(values="random", batch=False)
+    cases = [
+        dense("positions-alibi", 2, 150, 200, **_TWO, **at, alibi_slopes="heads"),
+        dense("positions-alibi-causal", 2, 150, 200, **_TWO, **at, alibi_slopes="batch", causal=True),
+        dense("positions-bias", 2, 150, 200, **_TWO, **at, bias=Pairs(batch=False), causal=True),
+        dense("positions-mask", 2, 150, 200, **_TWO, **at, mask=rows, window=(90, 4), sink=40),
+        dense("positions-few", 2, 2, 700, **_TWO, **at, alibi_slopes="heads", causal=True),
+        ragged("positions-packed", *_LENS, **_TWO, **of_four, alibi_slopes="heads", causal=True),
+        ragged("positions-packed-bias", *_LENS, **_TWO, **of_four, bias=Pairs(batch=False), window=(60, 0)),
+    ]  # fmt: skip
+    return cases + [
+        dense(
+            f"positions-{name}", 2, 150, 200, **_TWO, **at, score_mod=name, causal=name == "slopes"
+        )
+        for name in SCORE_MODS
+    ]
 
 
 def random_score_case(seed: int) -> Case:
@@ -308,6 +331,8 @@ def random_score_case(seed: int) -> Case:
     }  # fmt: skip
     count = int(some(1, 2, 2, 3, 4))
     chosen = rng.choice(len(OPTIONS), count, replace=False)
+    if "dropout_p" in {OPTIONS[n] for n in chosen}:  # not implemented with positions
+        case = replace(case, positions_q=(), positions_k=())
     return replace(
         case,
         name=f"scores-{case.name}",

@@ -33,8 +33,9 @@ def test_bad_values_reach_no_other_memory() -> None:
     jax_calls.verify_bad_traced_lengths("cpu")
 
 
-def test_vmap() -> None:
-    jax_calls.verify_mapped_traced_lengths("cpu")
+@pytest.mark.parametrize("positions", [False, True])
+def test_vmap(positions: bool) -> None:
+    jax_calls.verify_mapped_traced_lengths("cpu", positions=positions)
 
 
 def test_other_lengths_are_no_other_program() -> None:

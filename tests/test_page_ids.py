@@ -17,6 +17,11 @@ LENS_K = np.array([9, 17, 6, 0, 1, 5])
 WINDOWS = [*itertools.product((None, 0, 3, 9), (None, 0, 5))]
 
 
+def _lengths(len_q: np.ndarray, len_k: np.ndarray) -> HostLengths:
+    zeros = len_q * 0
+    return HostLengths(zeros, len_q, zeros, len_k, zeros, zeros)
+
+
 def seen(n: int, window: tuple[int | None, int | None], sink: int, top_left: bool) -> set[int]:
     """The pages of sequence n that some row sees, by the rule of visible keys."""
     rows, keys = (np.arange(x[n]) for x in (LENS_Q, LENS_K))
@@ -31,7 +36,7 @@ def seen(n: int, window: tuple[int | None, int | None], sink: int, top_left: boo
 def test_pages_that_are_gathered(window: tuple[int | None, int | None], top_left: bool) -> None:
     table = np.arange(30).reshape(6, 5)
     pool = np.arange(1, 121, dtype=np.float32).reshape(30, SIZE, 1, 1)
-    lengths = HostLengths(LENS_Q * 0, LENS_Q, LENS_Q * 0, LENS_K)
+    lengths = _lengths(LENS_Q, LENS_K)
     form = pages.PageForm(SIZE, 30, 5, False, "int64")
     ends = np.cumsum(LENS_K)
     for sink in (0, 1, 6):
@@ -52,7 +57,7 @@ def test_slots_of_new_rows() -> None:
         len_k = rng.integers(0, 10, 3)
         len_q = np.minimum(rng.integers(0, 6, 3), len_k)
         table = rng.integers(0, 12, (3, 3))
-        lengths = HostLengths(len_q * 0, len_q, len_q * 0, len_k)
+        lengths = _lengths(len_q, len_k)
         slots = [
             (table[n, position // SIZE], position % SIZE)
             for n in range(3)

@@ -30,6 +30,7 @@ PACKED: dict[str, Layout] = {
     "starts-of-a-list": lambda n: SeqLayout(seqstart_q=[0, 3, 10]),
     "from-lengths": SeqLayout.from_lengths,
     "from-lengths-of-both": lambda n: SeqLayout.from_lengths(n, lengths_k=n, max_seqlen_q=ROWS),
+    "positions-packed": lambda n: SeqLayout(seqstart_q=[0, 3, 10], position_q=n, position_k=[0, 9]),
     "from-lengths-of-a-list": lambda n: SeqLayout.from_lengths(_LENGTHS),
 }
 PADDED: dict[str, Layout] = {
@@ -40,6 +41,7 @@ PADDED: dict[str, Layout] = {
     "from-padding-mask": lambda n: SeqLayout.from_padding_mask(
         torch.arange(ROWS, device=n.device) < n[:, None]
     ),
+    "positions": lambda n: SeqLayout(position_q=n, position_k=n.new_zeros(2)),
     "cumulative": lambda n: SeqLayout(
         cu_seqlen_q=torch.cat([n.new_zeros(1), n.cumsum(0)]), seqlen_k=n
     ),

@@ -47,12 +47,14 @@ DEVICE bool has_hidden_nan(const C (&x)[kRowBlocks][kColumnBlocks]) {
 
 // The scores of a query head of a sequence.
 struct ScoresAlone {
-  VisibleKeys<config::kLeft, config::kRight, config::kTopLeft> visible;
+  VisibleKeys<config::kLeft, config::kRight, config::kTopLeft, config::kPositions> visible;
   ScoreRule rule;
   DropoutRule dropout;
 
   DEVICE ScoresAlone(const ForwardParams& p, int sequence, int head, int len_q, int len_k)
-      : visible(p, len_q, len_k), rule(p, sequence, head, len_q, len_k, visible.offset), dropout(p, sequence, head) {}
+      : visible(p, sequence, len_q, len_k),
+        rule(p, sequence, head, len_q, len_k, visible.offset),
+        dropout(p, sequence, head) {}
 
   // Whether query i sees key j by the limits of visible keys and by a BlockMask.
   DEVICE bool sees(int i, int j) const {

@@ -88,7 +88,7 @@ struct Work {
   DEVICE Work(const ForwardParams& p, BlockLine& line, int lane)
       : segment(line.next()),
         first(segment.tile * kTileQ),
-        key_tiles(Visible(p, segment.q.length, segment.k.length), first, last()),
+        key_tiles(Visible(p, segment.sequence, segment.q.length, segment.k.length), first, last()),
         span(line.tiles(segment, key_tiles)),
         source(p, segment, segment.kv_head),
         mask(p, segment.sequence, segment.head, first, segment.rows, lane) {}

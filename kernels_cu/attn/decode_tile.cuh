@@ -37,7 +37,7 @@ using Partials = RowPartials<kRows, kDepthV>;
 static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
 
 using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQ, kThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using RowsMask = TileMask<kBlockMask, C, kTileRows, kTileK, kHeads>;
 using Rules = RowRules<C, kRowBlocks, kHeads>;
 using Added = AddedScores<C, kRowBlocks, kKeyBlocks>;

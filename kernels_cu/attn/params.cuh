@@ -19,6 +19,8 @@ struct Side {
   int64 cumulative;
   // rows of the array: seqlen in batch mode, total in packed mode
   int64 rows;
+  // (batch) positions of the first rows in the whole sequences; null: 0
+  Integers position;
 };
 
 // Rows are addressed as base + batch * stride_batch + row * stride_row + head * stride_head, in elements; the last axis
@@ -573,5 +575,5 @@ struct CarryingSetupParams {
   // the number of words carried
   int64 count;
   // whole arrays of integers, if a schedule or padding of this launch reads them
-  unsigned words[870];
+  unsigned words[842];
 };

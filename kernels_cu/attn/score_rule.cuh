@@ -12,6 +12,7 @@
 
 #include "attn/params.cuh"
 #include "attn/score_position.cuh"
+#include "attn/sequence.cuh"
 #include "target/target.cuh"
 
 DEVICE float per_head(const PerHead& numbers, int sequence, int head) {
@@ -60,12 +61,21 @@ struct ScoreRule {
 
   const ForwardParams& p;
   int sequence, head, len_q, len_k, offset;
-  float slope;       // of ALiBi
-  float key_factor;  // the scale of float8 keys
+  int first_query, first_key;  // positions of the first query and the first key in the whole sequence
+  float slope;                 // of ALiBi
+  float key_factor;            // the scale of float8 keys
   Mod mod;
 
   DEVICE ScoreRule(const ForwardParams& p, int sequence, int head, int len_q, int len_k, int offset)
-      : p(p), sequence(sequence), head(head), len_q(len_q), len_k(len_k), offset(offset), mod(position(0, 0), p) {
+      : p(p),
+        sequence(sequence),
+        head(head),
+        len_q(len_q),
+        len_k(len_k),
+        offset(offset),
+        first_query(position_of<config::kPositions>(p.q_side, sequence)),
+        first_key(position_of<config::kPositions>(p.k_side, sequence)),
+        mod(position(0, 0), p) {
     if constexpr (config::kAlibi) slope = per_head(p.alibi_slopes, sequence, head);
     if constexpr (config::kFloat8) key_factor = kv_factor(p.k_scale, p, head);
   }
@@ -95,7 +105,8 @@ struct ScoreRule {
   }
 
   DEVICE ScorePosition position(int i, int j, int i_static = 0, int j_static = 0) const {
-    return {sequence, head, head / (p.nheads_q / p.nheads_kv), i, j, len_q, len_k, i_static, j_static};
+    return {sequence, head,    head / (p.nheads_q / p.nheads_kv), first_query + i, first_key + j, len_q, len_k,
+            i_static, j_static};
   }
   // Applies the score function to what capped() returned. M is Mod: a template parameter, since NoScoreMod has no
   // value() that could be compiled.

@@ -1,9 +1,7 @@
 // Where a sequence lies and how long it really is: physical starts address memory, logical lengths bound the work.
 //
-// Rows count from the first row of their sequence. Planned, not there yet, for sequences that are parts of longer
-// ones: Side will have a `position` for each, that of its first row in the whole. Row i will then be at position + i,
-// and the offset of VisibleKeys will be the position of the queries less that of the keys, so that the diagonal is that
-// of the whole.
+// Rows count from the first row of their sequence. A sequence may be a part of a longer one: then row i stands at
+// position_of() + i of the whole.
 //
 // Integers on the GPU come from the caller, unchecked. Whatever they hold, a sequence found here lies inside its array.
 //
@@ -36,6 +34,15 @@ DEVICE int rows_at(const Integers& integers, int64 index) {
   if (!kPlain && integers.is_64bit) return rows_of_integer(static_cast<const int64*>(integers.data)[index]);
   const int rows = static_cast<const int*>(integers.data)[index];
   return rows < 0 ? 0 : (rows < kLongest ? rows : kLongest);
+}
+
+constexpr int kLastPosition = 1 << 30;  // so that sums and differences of two positions fit an int
+
+// The position of a sequence's first row in the whole sequence. kGiven: whether the call has positions.
+template <bool kGiven>
+DEVICE int position_of(const Side& side, int sequence) {
+  if (!kGiven || side.position.data == nullptr) return 0;
+  return static_cast<int>(clamp(integer_at(side.position, sequence), 0, kLastPosition));
 }
 
 // Where a sequence lies on one side.

@@ -2,7 +2,8 @@
 //
 //   visible(i, j) = j <= i + offset + right  and  (j >= i + offset - left  or  j < sink)  and  j < len_k
 //
-// offset aligns the diagonal: len_k - len_q (bottom-right) or 0 (top-left).
+// offset aligns the diagonal: len_k - len_q (bottom-right), 0 (top-left), or the position of the first query less that
+// of the first key. Then sink counts from the first key of the whole sequence.
 #pragma once
 
 #include "attn/params.cuh"
@@ -26,8 +27,8 @@ struct Edges {
 };
 
 // kRight, kLeft: whether the visible keys are limited on that side. Both false: every key of the sequence is visible.
-// kTopLeft: whether the diagonal is aligned to the top left.
-template <bool kLeft, bool kRight, bool kTopLeft>
+// kTopLeft: whether the diagonal is aligned to the top left. kPositions: whether it is given by positions.
+template <bool kLeft, bool kRight, bool kTopLeft, bool kPositions>
 struct VisibleKeys {
   static constexpr bool kLimitedLeft = kLeft, kLimitedRight = kRight;
 
@@ -35,12 +36,18 @@ struct VisibleKeys {
   int offset, len_k, sink;
 
   VisibleKeys() = default;
-  DEVICE VisibleKeys(const ForwardParams& p, int len_q, int len_k)
+  DEVICE VisibleKeys(const ForwardParams& p, int sequence, int len_q, int len_k)
       : left(p.mask.window_left),
         right(p.mask.window_right),
         offset(kTopLeft ? 0 : len_k - len_q),
         len_k(len_k),
-        sink(static_cast<int>(clamp(p.mask.sink, 0, len_k))) {}
+        sink(static_cast<int>(clamp(p.mask.sink, 0, len_k))) {
+    if constexpr (kPositions) {
+      const int first_key = position_of<true>(p.k_side, sequence);
+      offset = position_of<true>(p.q_side, sequence) - first_key;
+      sink = static_cast<int>(clamp(p.mask.sink - first_key, 0, len_k));
+    }
+  }
 
   DEVICE RowLimits row(int i) const {
     RowLimits limits{0, len_k - 1};

@@ -107,8 +107,8 @@ KERNEL LAUNCH_BOUNDS(backward::kThreads, config::kBlocksPerSm) void rawattn_back
   if (!work.exists) return;
   const int first_key = work.tile * kTileK;
   const int keys = work.k.length - first_key < kTileK ? work.k.length - first_key : kTileK;
-  auto query_tiles = Tiles::queries(f, Visible(f, work.q.length, work.k.length), work.sequence, work.q, work.k,
-                                    work.kv_head, work.tile);
+  auto query_tiles = Tiles::queries(f, Visible(f, work.sequence, work.q.length, work.k.length), work.sequence, work.q,
+                                    work.k, work.kv_head, work.tile);
   [[maybe_unused]] const TileSpan met{query_tiles.begin, query_tiles.end};
   const int group = f.nheads_q / f.nheads_kv;
   [[maybe_unused]] const int deltas_of_head = round_up(work.q.length, kTileQ);

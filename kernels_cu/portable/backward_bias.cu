@@ -58,7 +58,7 @@ using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
 using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 
 // X = own rows (queries or douts) times rows of the other side (keys or values)
 template <int kDepth, int kPitch>
@@ -149,7 +149,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
         share.k = span_of(f.k_side, share.sequence);
         const int rows = share.q.length - share.first_row < kTileQ ? share.q.length - share.first_row : kTileQ;
         if (rows <= 0 || share.first_key >= share.k.length) continue;
-        const Visible visible(f, share.q.length, share.k.length);
+        const Visible visible(f, share.sequence, share.q.length, share.k.length);
         if (share.first_key > visible.row(share.first_row + rows - 1).right) continue;
         if (kLeft && share.first_key >= visible.sink && share.first_key + kTileK <= visible.row(share.first_row).left) {
           continue;
@@ -218,12 +218,13 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
   if constexpr (!kSumsRows && !kSumsKeys) write_tiles(0, now.tile);
   if (now.tile < work.tiles) load_queries_and_keys(now);
   // All shares of a tile have the same bias, of which those held have lost what their rows do not see (bias_clearer).
-  // It is loaded anew only where the tile or the lengths, on which that depends, are not those of the bias held.
+  // It is loaded anew only where the tile, the lengths or the diagonal, on which that depends, are not those of the
+  // bias held.
   AddedScores<C, kRowBlocks, kKeyBlocks> added;
-  int held = -1, held_q = 0, held_k = 0;
+  int held = -1, held_q = 0, held_k = 0, held_offset = 0, held_sink = 0;
 #pragma unroll 1
   while (now.tile < work.tiles) {
-    const Visible visible(f, now.q.length, now.k.length);
+    const Visible visible(f, now.sequence, now.q.length, now.k.length);
     const OneTile tile{visible, now.first_row + wave_row, now.first_key + wave_key};
     const ScoreRule rule(f, now.sequence, now.head, now.q.length, now.k.length, visible.offset);
     RowProbability<Element, kRowBlocks, C::kSlots> probability(ScoreRule::kGivesScaledScores ? 1.0f : f.scores.scale);
@@ -237,9 +238,11 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
         delta[m][slot] = real ? p.row_delta[at] : 0.0f;
       }
     }
-    if (kSumsRows || kSumsKeys || now.tile != held || now.q.length != held_q || now.k.length != held_k) {
+    const bool moved = kPositions && (visible.offset != held_offset || visible.sink != held_sink);
+    if (kSumsRows || kSumsKeys || now.tile != held || now.q.length != held_q || now.k.length != held_k || moved) {
       added.load(rule, tile.row, tile.key, lane);
       held = now.tile, held_q = now.q.length, held_k = now.k.length;
+      held_offset = visible.offset, held_sink = visible.sink;
     } else {
       added.load_distances(rule, tile.row, tile.key, lane);
     }

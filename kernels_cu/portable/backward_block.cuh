@@ -72,7 +72,7 @@ using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepth, kPitch, kThreads, kCopy
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepth, kPitch, kThreads, kCopyBytes>;
 using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepth, kPitch, kRoleThreads, kCopyBytes>;
 using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepth, kPitch, kRoleThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
 // The key tile of a block, and which part of the tile's turns is the block's. Several blocks share a key tile where key

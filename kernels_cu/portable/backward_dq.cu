@@ -54,7 +54,7 @@ using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyDout = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
 using CopyK = RowCopy<Element, kTileK, kHeadDim, kDepthQk, kPitchQk, kThreads, kCopyBytes>;
 using CopyV = RowCopy<Element, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK>;
 
 using Partials = Either<kCaptured, CapturedGradients<C, kRowBlocks, kKeyBlocks>, NoCapturedGradients>::Type;
@@ -85,7 +85,7 @@ KERNEL LAUNCH_BOUNDS(backward_dq::kThreads, config::kBlocksPerSm) void rawattn_b
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (f.nheads_q / f.nheads_kv);
-  const Visible visible(f, work.q.length, work.k.length);
+  const Visible visible(f, work.sequence, work.q.length, work.k.length);
   const auto key_tiles = Tiles::keys(f, visible, work.sequence, work.q, work.head, work.tile);
   const ScoreRule rule(f, work.sequence, work.head, work.q.length, work.k.length, visible.offset);
   const DropoutRule dropout(f, work.sequence, work.head);

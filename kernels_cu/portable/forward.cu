@@ -68,7 +68,7 @@ using CopyQ = RowCopy<Element, kTileQ, kHeadDim, kDepthQk, kPitchQk, kThreads, k
 using CopyK = RowCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kThreads, kKeyBytes>;
 using CopyV = RowCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kThreads, kKeyBytes>;
 using CopyOut = RowCopy<Element, kTileQ, kHeadDimV, kDepthV, kPitchOut, kThreads, kCopyBytes>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using Tiles = MeetingTiles<kBlockMask, Visible, kTileQ, kTileK, key_tile_order<Visible>()>;
 
 constexpr int kSteps = kDepthQk / M::kDepth;
@@ -143,7 +143,7 @@ KERNEL LAUNCH_BOUNDS(forward::kThreads, config::kBlocksPerSm) void rawattn_forwa
   const int first = work.tile * kTileQ;
   const int rows = work.q.length - first < kTileQ ? work.q.length - first : kTileQ;
   const int kv_head = work.head / (p.nheads_q / p.nheads_kv);
-  const Visible visible(p, work.q.length, work.k.length);
+  const Visible visible(p, work.sequence, work.q.length, work.k.length);
   auto key_tiles = Tiles::keys(p, visible, work.sequence, work.q, work.head, work.tile);
   Piece piece;
   if constexpr (kSplit) {

@@ -23,7 +23,7 @@ constexpr int kWaves = kThreads / target::kWave;
 constexpr int kGranuleKeys = mask_writing::kGranuleWords * 16;
 constexpr int kTile = kOfKeys ? kTileK : kTileQ;
 constexpr int kEntryInts = kOfKeys ? 2 : 1;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using Order = OrderLists<kTile>;
 static_assert(!kOfKeys || !kOrdered, "query tiles are ordered");
 static_assert(kSharedBytes == (kOrdered ? kWaves * Order::kSharedBytes : 0), "the host computes the same size");
@@ -111,7 +111,7 @@ KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_tiles(PARAMETER Mask
   Span k = span_of(f.k_side, sequence);
   if constexpr (kPaged) k.length = length_in_pages(f.pages, sequence, k.length);
   const Span& own = kOfKeys ? k : q;
-  const Visible visible(f, q.length, k.length);
+  const Visible visible(f, sequence, q.length, k.length);
   // Lengths on the GPU are not trusted: there may be more tiles than the host expects.
   for (int64 tile = sequence_tile % p.tiles; tile * kTile < own.length; tile += p.tiles) {
     int* const list = list_of<kTile, kEntryInts>(lists, sequence, own, static_cast<int>(tile), head * lists.group);

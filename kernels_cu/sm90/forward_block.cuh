@@ -116,7 +116,7 @@ constexpr int kWorkReadingWarps = kValuesApart + 2 * (kLoadWarps - 1) + kBiasWar
 
 using Qk = ptx::Wgmma<Operand, kTileK>;
 using Pv = ptx::Wgmma<Operand, kDepthV>;
-using Visible = VisibleKeys<kLeft, kRight, kTopLeft>;
+using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, key_tile_order<Visible>()>;
 using Keys = Meeting::Keys;
 template <bool kLate>
@@ -331,13 +331,13 @@ DEVICE MapRows map_rows(const WorkTile& work, const Span& span, int bound) {
 
 // The key tiles that any block of the cluster needs. All blocks of the cluster visit all of these.
 DEVICE Keys key_tiles_of(const ForwardParams& p, const WorkTile& work) {
-  const Visible visible(p, work.q.length, work.k.length);
+  const Visible visible(p, work.sequence, work.q.length, work.k.length);
   return Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
 }
 // Under a mask of keys, the key tiles up to the last kept key, and in any case the first tile if there is one, since
 // the producer loads that before the mask is known.
 DEVICE Keys key_tiles_of(const ForwardParams& p, const MaskedTile& work) {
-  Visible visible(p, work.q.length, work.k.length);
+  Visible visible(p, work.sequence, work.q.length, work.k.length);
   visible.len_k = work.behind;
   Keys found = Meeting::keys(p, visible, work.sequence, work.q, work.head, work.tile);
   if (found.end == 0 && key_tiles_of(p, static_cast<const WorkTile&>(work)).end > 0) found.end = 1;

@@ -30,7 +30,7 @@ struct KeyTileLoader<1> {
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray&, int part, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
-        range(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
+        range(Visible(p.forward, work.sequence, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
         lane(lane),
         first(part * kRows) {}

@@ -66,7 +66,7 @@ struct KeyTileLoader {
 
   DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray& array, int, int lane)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
-        range(Visible(p.forward, work.q.length, work.k.length), first_query(work), last_query(work)),
+        range(Visible(p.forward, work.sequence, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
         lane(lane),
         page_stride(kWholeRows ? array.page_stride : 1),

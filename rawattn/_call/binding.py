@@ -62,7 +62,7 @@ def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengt
         )
     same = of_k is of_q or (seqs._same_starts and rows_q == rows_k)
     k = q if same else side_of(of_k, count, rows_k)
-    return Lengths(count, seqs.group, q, k, of_q.on_host and of_k.on_host)
+    return Lengths(count, seqs.group, q, k, of_q.all_on_host and of_k.all_on_host)
 
 
 @functools.lru_cache(maxsize=256)

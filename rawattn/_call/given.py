@@ -30,6 +30,12 @@ class GivenSide:
     longest_slot: int | None  # the longest physical length
     longest: int | None  # the longest logical length
     total: int | None  # the sum of the logical lengths
+    position: Any  # positions of the first rows in longer sequences, None where these are whole
+
+    @property
+    def all_on_host(self) -> bool:
+        """Whether every integer is on the host, positions too."""
+        return self.on_host and (self.position is None or type(self.position) is np.ndarray)
 
     def logical(self) -> Integers:
         """The logical lengths. They are on the host and have been checked."""
@@ -49,7 +55,7 @@ _NAMES = {side: (f"seqstart_{side}", f"cu_seqlen_{side}", f"seqlen_{side}") for 
 
 
 # Arguments of shape (batch,); the others are (batch + 1,).
-_LENGTHS = frozenset({"seqlen_q", "seqlen_k"})
+ONE_EACH = frozenset({"seqlen_q", "seqlen_k", "position_q", "position_k"})
 
 
 def read_side(
@@ -59,6 +65,7 @@ def read_side(
     length: Any,
     max_seqlen: int | None,
     of_q: GivenSide | None = None,
+    position: Any = None,
 ) -> GivenSide:
     """One side, from the arguments about it. of_q: the other side if this is k, whose starts are the default."""
     start_name, cumulative_name, length_name = _NAMES[side]
@@ -101,7 +108,10 @@ def read_side(
         longest_slot,
         longest,
         total,
+        position,
     )
+    if type(position) is np.ndarray:
+        integers.check_positions(f"position_{side}", position)
     if longest_slot is not None and length is not None and longest is not None:
         what = f"the physical length that {start_name} gives it"
         integers.check_at_most(length_name, given.logical(), given.slots(), what)
@@ -116,13 +126,13 @@ def common_batch(arrays: Mapping[str, Any]) -> int | None:
     """The number of sequences by a layout's integers, which must agree; None without any. arrays: by argument name."""
     first, batch = "", None
     for name, array in arrays.items():
-        count = array.size if name in _LENGTHS else array.size - 1
+        count = array.size if name in ONE_EACH else array.size - 1
         if batch is None:
             first, batch = name, count
         elif count != batch:
             raise ValueError(
                 f"{name}: got {array.size} entries, expected {array.size - count + batch}: {first} "
-                f"is that of {batch} sequences (seqlen_* is (batch,), others are (batch + 1,))"
+                f"is that of {batch} sequences (seqlen_* and position_* are (batch,), others (batch + 1,))"
             )
     return batch
 

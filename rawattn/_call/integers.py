@@ -24,6 +24,7 @@ _DTYPES = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 _INT = {int}
 # Up to so many integers, loops over a Python list find their maximum and check their order faster than NumPy does.
 FEW = 64
+LAST_POSITION = 2**30  # kLastPosition in kernels_cu/attn/sequence.cuh
 
 _RIGHT = (
     "expected padding after the real tokens alone; pad on the right, or give attention the mask as "
@@ -75,7 +76,7 @@ def read(name: str, value: Any) -> Any:
 
     A JAX tracer also stays as it is: `rawattn.jax` makes it an operand of its call.
 
-    name: the argument. Those that begin with `seqlen` or `lengths` are (batch,), others (batch + 1,).
+    name: the argument. Those that begin with `seqlen`, `lengths` or `position` are (batch,), others (batch + 1,).
     """
     return as_array(read_in_place(name, value))
 
@@ -96,8 +97,8 @@ def read_in_place(name: str, value: Any) -> Any:
         return tensor
     if array is None:
         array = _imported(name, value)
-    if array.ndim != 1 or (not array.size and not _are_lengths(name)):
-        shape = "(batch,)" if _are_lengths(name) else "(batch + 1,)"
+    if array.ndim != 1 or (not array.size and not _one_each(name)):
+        shape = "(batch,)" if _one_each(name) else "(batch + 1,)"
         raise ValueError(f"{name}: got shape {array.shape}, expected {shape}")
     if type(array) is np.ndarray:
         array.setflags(write=False)
@@ -109,8 +110,9 @@ def read_in_place(name: str, value: Any) -> Any:
     return array
 
 
-def _are_lengths(name: str) -> bool:
-    return name.startswith(("seqlen", "lengths"))
+def _one_each(name: str) -> bool:
+    """Whether an argument has one integer for each sequence."""
+    return name.startswith(("seqlen", "lengths", "position"))
 
 
 def _imported(name: str, value: Any) -> Any:
@@ -127,10 +129,12 @@ def _imported(name: str, value: Any) -> Any:
 
 
 def _one_int(name: str, value: int) -> str:
-    if _are_lengths(name):
+    if _one_each(name):
+        position = name.startswith("position")
+        what, alike = ("position", "the same") if position else ("length", "as long")
         advice = (
-            f"a length for each sequence: [{value}] for a batch of one, [{value}] * batch where all "
-            "are as long"
+            f"a {what} for each sequence: [{value}] for a batch of one, [{value}] * batch where all "
+            f"are {alike}"
         )
         if name.startswith("seqlen"):
             advice += f"; a bound on the lengths is seqs=SeqLayout(max_{name}={value})"
@@ -175,6 +179,16 @@ def check_at_most(name: str, lengths: Integers, most: Integers | int, what: str)
         limit = most if isinstance(most, int) else most[i]
         raise ValueError(
             f"{name}: got length {lengths[i]} for sequence {i}, expected at most {limit}, {what}"
+        )
+
+
+def check_positions(name: str, positions: Integers) -> None:
+    """ValueError for a position on the host that is negative or above `LAST_POSITION`."""
+    wrong = (positions < 0) | (positions > LAST_POSITION)
+    if np.count_nonzero(wrong):
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"{name}: got {positions[i]} for sequence {i}, expected a position from 0 to {LAST_POSITION}"
         )
 
 

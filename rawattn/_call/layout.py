@@ -32,6 +32,7 @@ class Side:
     padded: bool  # there may be rows outside of all logical sequences
     page_size: int = 0  # not 0: rows are in pages (`_call.pages`), and `start` counts pages
     promised: bool = False  # the caller gave max_seqlen_q or max_seqlen_k
+    position: Any = None  # (batch,) positions of the first rows in longer sequences; None = 0
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
@@ -53,10 +54,15 @@ class Lengths:
     token: Any = field(default=None, init=False, repr=False)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def positions(self) -> bool:
+        """Whether sequences have positions in longer ones."""
+        return self.q.position is not None or self.k.position is not None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLengths:
-    """First physical row and logical length of every sequence, (batch,) int64 on the host.
+    """First physical row, logical length and position of every sequence, (batch,) int64 on the host.
 
     In batch mode starts are relative to the sequence's batch entry, so they are 0.
     """
@@ -65,6 +71,8 @@ class HostLengths:
     len_q: Int64s
     start_k: Int64s
     len_k: Int64s
+    position_q: Int64s
+    position_k: Int64s
 
 
 def bound_of(longest: int, rows: int) -> int:
@@ -115,7 +123,8 @@ def side_of(given: GivenSide, batch: int, rows: int, of: str = "") -> Side:
     padded = capacity > 0 and not (given.on_host and total == capacity)
     promised = given.max_seqlen is not None
     # By position, which is faster than by name: one is made at every call with a new layout.
-    return Side(start, given.length, given.cumulative, rows, longest, padded, 0, promised)
+    length, cumulative = given.length, given.cumulative
+    return Side(start, length, cumulative, rows, longest, padded, 0, promised, given.position)
 
 
 def host_lengths(lengths: Lengths) -> HostLengths:
@@ -127,6 +136,8 @@ def host_lengths(lengths: Lengths) -> HostLengths:
     return HostLengths(
         *_starts_and_lengths(lengths.q, lengths.batch),
         *_starts_and_lengths(lengths.k, lengths.batch),
+        _positions(lengths.q, lengths.batch),
+        _positions(lengths.k, lengths.batch),
     )
 
 
@@ -144,6 +155,12 @@ def _starts_and_lengths(side: Side, batch: int) -> tuple[Int64s, Int64s]:
     return start, np.clip(np.diff(length) if side.cumulative else length, 0, room)
 
 
-def _to_host(integers: Any) -> Int64s:
-    host = integers if isinstance(integers, np.ndarray) else integers.get()
+def _positions(side: Side, batch: int) -> Int64s:
+    if side.position is None:
+        return np.zeros(batch, np.int64)
+    return np.clip(_to_host(side.position), 0, integers.LAST_POSITION)
+
+
+def _to_host(array: Any) -> Int64s:
+    host = array if isinstance(array, np.ndarray) else array.get()
     return host.astype(np.int64)

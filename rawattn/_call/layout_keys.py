@@ -63,7 +63,10 @@ def remember(key: LayoutKey, batch: int | None) -> None:
 
 
 def addresses_of(arrays: Mapping[str, Any]) -> list[int]:
-    """The addresses of integers that are all on GPUs: start_q, length_q, start_k, length_k, 0 for one that is not given."""
+    """The addresses of integers that are all on GPUs: start_q, length_q, start_k, length_k, 0 for one that is not given.
+
+    Behind them position_q and position_k if one of these is given.
+    """
     get = arrays.get
     start_q, start_k = get("seqstart_q"), get("seqstart_k")
     if start_k is None:
@@ -73,12 +76,17 @@ def addresses_of(arrays: Mapping[str, Any]) -> list[int]:
         length_q = get("seqlen_q")
     if length_k is None:
         length_k = get("seqlen_k")
-    return [
+    found = [
         0 if start_q is None else start_q.data.ptr,
         0 if length_q is None else length_q.data.ptr,
         0 if start_k is None else start_k.data.ptr,
         0 if length_k is None else length_k.data.ptr,
     ]
+    if "position_q" in arrays or "position_k" in arrays:
+        position_q, position_k = get("position_q"), get("position_k")
+        found.append(0 if position_q is None else position_q.data.ptr)
+        found.append(0 if position_k is None else position_k.data.ptr)
+    return found
 
 
 def bounds_of(

@@ -28,6 +28,7 @@ _SHOWN = 8  # most row lengths that a message lists
 Shape = Sequence[int]
 # Arguments of a SeqLayout that calls on pages refuse, and those that they use.
 _OF_KEYS = ("seqstart_k", "seqlen_k", "cu_seqlen_k")
+_POSITIONS = ("position_q", "position_k")
 _OF_Q = ("seqstart_q", "seqlen_q", "cu_seqlen_q", "max_seqlen_q", "max_seqlen_k")
 
 
@@ -63,6 +64,11 @@ class PagedLayout:
                 raise ValueError(
                     f"seqs: got {name}, expected the lengths of {rows} alone, seqlen_q or seqstart_q: keys are in pages, and "
                     "their lengths are the argument seqlen_k="
+                )
+        for name in _POSITIONS:
+            if getattr(seqs, name) is not None:
+                raise NotImplementedError(
+                    f"{name}: sequences whose keys are in pages begin at position 0 in this version; got positions in seqs"
                 )
         self.seqs, self.rows = seqs, rows
         self.seqlen_k = integers.read("seqlen_k", seqlen_k)

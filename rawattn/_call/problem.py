@@ -57,12 +57,13 @@ class Problem(ScoreOptions):
     rows_k: int
     max_seqlen_q: int  # upper bound of all logical lengths
     max_seqlen_k: int
-    ragged: bool  # group mode, or logical lengths given
+    ragged: bool  # group mode, or logical lengths or positions given
     window_left: int | None  # None = unbounded
     window_right: int | None  # 0 with causal
     sink: int  # 0 without a left bound, where it has no meaning
     top_left: bool
     scale: float
+    positions: bool = False  # the positions of sequences in longer ones place the diagonal
     shared_lengths: bool = False  # the keys have the same sequences as the queries
     pages: PageForm | None = None  # if given, rows_k is the most keys that a sequence's pages hold
     num_splits: int | None = None  # None = the library chooses
@@ -77,6 +78,12 @@ class Problem(ScoreOptions):
     def group_heads(self) -> int:
         """The number of query heads that share a kv head."""
         return self.nheads_q // self.nheads_kv
+
+    def offset(self, len_q: int, len_k: int, first_query: int = 0, first_key: int = 0) -> int:
+        """The diagonal of a sequence: row i is level with key i + offset. first_query, first_key: the sequence's positions."""
+        if self.positions:
+            return first_query - first_key
+        return 0 if self.top_left else len_k - len_q
 
     @property
     def plain_scores(self) -> bool:
@@ -189,7 +196,7 @@ def resolve(
     """The `Problem` of a call, once every option is checked. paged: the form of its pages, if keys and values are in pages."""
     dtype, rows_q, rows_k, nheads_q, nheads_kv, headdim, headdim_v, framework = dims
     _options.causal(options)
-    top_left = _options.top_left(options)
+    top_left, positions = _options.top_left(options), lengths.positions
     left, right = _options.window(options)
     sink = _options.sink(options)
     scale = _options.scale(options, headdim)
@@ -200,6 +207,8 @@ def resolve(
         heads = (nheads_q, nheads_kv)
         shapes = scores.Shapes(dtype, lengths.batch, *heads, rows_q, rows_k, by_position, framework)
         score_options = scores.describe(options, arrays, shapes, lengths)
+        if positions and score_options["dropout_p"]:
+            raise dropout_at_positions()
     return Problem(
         dtype=DTYPE_NAMES[dtype],
         batch=lengths.batch,
@@ -212,15 +221,27 @@ def resolve(
         rows_k=rows_k,
         max_seqlen_q=lengths.q.max_seqlen,
         max_seqlen_k=lengths.k.max_seqlen,
-        ragged=lengths.group or lengths.q.length is not None or lengths.k.length is not None,
+        ragged=lengths.group
+        or positions
+        or lengths.q.length is not None
+        or lengths.k.length is not None,
         window_left=left,
         window_right=right,
         sink=0 if left is None else sink,
-        top_left=top_left,
+        top_left=top_left and not positions,
         scale=scale,
+        positions=positions,
         **score_options,
         pages=paged,
         num_splits=num_splits,
+    )
+
+
+def dropout_at_positions() -> NotImplementedError:
+    """The error for dropout in a call whose sequences have positions."""
+    return NotImplementedError(
+        "dropout_p: what is dropped depends on rows counted from 0 in this version; got positions in seqs (position_q, "
+        "position_k)"
     )
 
 

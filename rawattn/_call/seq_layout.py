@@ -12,7 +12,7 @@ import numpy as np
 
 from rawattn._call import integers
 from rawattn._call.argument_kinds import all_by_name, checks_arguments
-from rawattn._call.given import GivenSide, common_batch, read_side
+from rawattn._call.given import ONE_EACH, GivenSide, common_batch, read_side
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import Lengths
 from rawattn._call.layout_keys import LayoutKey, StartValues, batch_by_key, key_of, remember
@@ -23,7 +23,10 @@ from rawattn._interop.xla import is_traced
 if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Never, Unpack
 
-ARRAYS = ("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k")
+ARRAYS = (
+    *("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k"),
+    *("position_q", "position_k"),
+)
 
 
 class _Shown:
@@ -63,6 +66,13 @@ class SeqLayout:
         Upper bounds of the logical lengths. They are checked for lengths on the host, and a promise for
         lengths on a GPU, where a tight bound avoids empty blocks. The default is the bound that follows
         from shapes and host integers; nothing is read back for it.
+
+    position_q, position_k : (batch,), optional
+        For sequences that are parts of longer ones: the positions of their first rows there, 0 to 2^30 (default
+        0). If either is given, query i stands at ``position_q[b] + i`` and key j at ``position_k[b] + j``. The
+        diagonal of `causal`, `window` and ALiBi, `sink`, and `q_idx` and `kv_idx` of a `ScoreMod` are then those
+        of the longer sequence, and `align` does not count. Biases and masks are still indexed by the rows that a
+        call has. `combine` merges the results of calls that have parts of the keys.
 
     See `from_lengths` for a packed batch of known lengths, `from_padding_mask` for a padded one.
 
@@ -120,6 +130,23 @@ class SeqLayout:
     2
     >>> SeqLayout.from_lengths([2, 3, 5])
     SeqLayout(seqstart_q=[0, 2, 5, 10])
+
+    Causal attention over keys 0 to 5 in two parts, of which the second begins at key 4:
+
+    >>> import numpy as np
+    >>> import rawattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 8), np.float32)
+    >>> parts = [slice(0, 4), slice(4, 6)]
+    >>> found = [
+    ...     rawattn.attention(
+    ...         q, k[:, part], v[:, part], causal=True, return_lse=True,
+    ...         seqs=SeqLayout(position_k=[part.start]),
+    ...     )
+    ...     for part in parts
+    ... ]
+    >>> out, _ = rawattn.combine(*zip(*found))
+    >>> bool(np.allclose(out, rawattn.attention(q, k, v, causal=True), atol=1e-6))
+    True
     """
 
     seqstart_q: Any = _Shown()
@@ -128,6 +155,8 @@ class SeqLayout:
     seqlen_k: Any = _Shown()
     cu_seqlen_q: Any = _Shown()
     cu_seqlen_k: Any = _Shown()
+    position_q: Any = _Shown()
+    position_k: Any = _Shown()
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     batch: int | None = field(init=False)
@@ -156,6 +185,8 @@ class SeqLayout:
         seqlen_k: Any = None,
         cu_seqlen_q: Any = None,
         cu_seqlen_k: Any = None,
+        position_q: Any = None,
+        position_k: Any = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         **unknown: Unpack[NoOthers],
@@ -175,12 +206,14 @@ class SeqLayout:
                     "seqlen_k": seqlen_k,
                     "cu_seqlen_q": cu_seqlen_q,
                     "cu_seqlen_k": cu_seqlen_k,
+                    "position_q": position_q,
+                    "position_k": position_k,
                     "max_seqlen_q": max_seqlen_q,
                     "max_seqlen_k": max_seqlen_k,
                 }
             )
             return
-        # Not a loop over the six names: that takes as long as reading one array.
+        # Not a loop over the names: that takes as long as reading one array.
         arrays: dict[str, Any] = {}
         same_starts = seqstart_k is seqstart_q and seqstart_q is not None
         read = integers.read_in_place
@@ -198,6 +231,10 @@ class SeqLayout:
             arrays["cu_seqlen_q"] = cu_seqlen_q = read("cu_seqlen_q", cu_seqlen_q)
         if cu_seqlen_k is not None:
             arrays["cu_seqlen_k"] = cu_seqlen_k = read("cu_seqlen_k", cu_seqlen_k)
+        if position_q is not None:
+            arrays["position_q"] = read("position_q", position_q)
+        if position_k is not None:
+            arrays["position_k"] = read("position_k", position_k)
         if max_seqlen_q is not None:
             max_seqlen_q = integers.maximum("max_seqlen_q", max_seqlen_q)
         if max_seqlen_k is not None:
@@ -234,7 +271,7 @@ class SeqLayout:
         batch = None
         for name, x in given.items():
             if x is not None and name in ARRAYS:
-                batch = len(x) if name.startswith("seqlen") else len(x) - 1
+                batch = len(x) if name in ONE_EACH else len(x) - 1
         set_attribute = object.__setattr__  # torch.compile cannot trace writes to `__dict__`
         set_attribute(self, "max_seqlen_q", given["max_seqlen_q"])
         set_attribute(self, "max_seqlen_k", given["max_seqlen_k"])
@@ -415,11 +452,13 @@ def _read_sides(
 ) -> tuple[GivenSide, GivenSide]:
     """The sides q and k; one object if k has no arguments of its own."""
     get = arrays.get
-    start = get("seqstart_q")
-    of_q = of_k = read_side("q", start, get("cu_seqlen_q"), get("seqlen_q"), max_seqlen_q)
+    start, position = get("seqstart_q"), get("position_q")
+    lengths = get("cu_seqlen_q"), get("seqlen_q")
+    of_q = of_k = read_side("q", start, *lengths, max_seqlen_q, None, position)
     if start is None or len(arrays) > 1 or max_seqlen_k != max_seqlen_q:
         lengths = get("cu_seqlen_k"), get("seqlen_k")
-        of_k = read_side("k", get("seqstart_k"), *lengths, max_seqlen_k, of_q)
+        start, position = get("seqstart_k"), get("position_k")
+        of_k = read_side("k", start, *lengths, max_seqlen_k, of_q, position)
     return of_q, of_k
 
 

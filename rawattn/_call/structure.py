@@ -20,8 +20,8 @@ _MAX_KNOWN = 4096  # entries of `_known`
 class SideStructure(NamedTuple):
     """The integers of one side as kernels read them. A tuple, since it is part of keys.
 
-    rows: physical rows. start, length: bytes of each integer, 0 if there are none. Lengths on the host are sent to the
-    device as int32 and not cumulative.
+    rows: physical rows. start, length, position: bytes of each integer, 0 if there are none. Lengths and positions on the host
+    are sent to the device as int32, lengths not cumulative.
     length_bound: an upper bound of all logical lengths (`bound_of`).
     """
 
@@ -31,6 +31,7 @@ class SideStructure(NamedTuple):
     cumulative: bool
     padded: bool
     length_bound: int
+    position: int = 0
 
 
 class Structure(NamedTuple):
@@ -50,8 +51,13 @@ class Structure(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether sequences may differ in length: a packed batch, or logical lengths."""
-        return self.group or bool(self.q.length or self.k.length)
+        """Whether sequences may differ: a packed batch, logical lengths, or positions."""
+        return self.group or self.positions or bool(self.q.length or self.k.length)
+
+    @property
+    def positions(self) -> bool:
+        """Whether sequences have positions in longer ones."""
+        return bool(self.q.position or self.k.position)
 
     def side(self, name: str) -> SideStructure:
         """The side "q" or "k"."""
@@ -94,7 +100,7 @@ def _find(lengths: Lengths) -> None:
     lengths.structure, lengths.token = found
 
 
-def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
+def _side(side: Side) -> tuple[int, int, int, bool, bool, int, int]:
     """The fields of a side's `SideStructure`."""
     start, length, rows = side.start, side.length, side.rows
     length_bound, of_start, of_length, cumulative = rows, 0, 0, False
@@ -108,12 +114,16 @@ def _side(side: Side) -> tuple[int, int, int, bool, bool, int]:
         of_length = 4
     elif length is not None:
         of_length, cumulative = length.dtype.itemsize, side.cumulative
-    return rows, of_start, of_length, cumulative, side.padded, length_bound
+    position, of_position = side.position, 0
+    if position is not None:
+        of_position = 4 if type(position) is np.ndarray else position.dtype.itemsize
+    return rows, of_start, of_length, cumulative, side.padded, length_bound, of_position
 
 
 def _devices(q: Side, k: Side) -> tuple[int, ...]:
     found: tuple[int, ...] = ()
-    for x in (q.start, q.length) if k is q else (q.start, q.length, k.start, k.length):
+    sides = (q,) if k is q else (q, k)
+    for x in [x for side in sides for x in (side.start, side.length, side.position)]:
         if x is not None and type(x) is not np.ndarray:
             device = x.data.device_id
             if device not in found:

@@ -36,6 +36,7 @@ from rawattn._cpu.tiles import (
     rows_by_head,
     rows_of_tile,
     rows_seeing,
+    with_own_sinks,
 )
 
 
@@ -81,12 +82,13 @@ class _Tile(NamedTuple):
 
 def tasks_of(problem: Problem, options: Options, span: Span, arrays: Arrays) -> Iterator[Task]:
     """The tasks that compute the gradients of one sequence."""
+    problem = with_own_sinks(problem, span.first_key)
     for heads in _heads(problem, span, arrays):
         yield from _tasks(problem, options, heads)
 
 
 def _heads(problem: Problem, span: Span, arrays: Arrays) -> Iterator[_Heads]:
-    sequence, entry, start_q, len_q, start_k, len_k = span
+    sequence, entry, start_q, len_q, start_k, len_k, first_query, first_key = span
     group_size = problem.nheads_q // problem.nheads_kv
     rows, keys = slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
     step = heads_of_tile(problem, len_q, len_k)
@@ -106,7 +108,7 @@ def _heads(problem: Problem, span: Span, arrays: Arrays) -> Iterator[_Heads]:
             dq=arrays.dq[by_row],
             dk=arrays.dk[by_key],
             dv=arrays.dv[by_key],
-            offset=0 if problem.top_left else len_k - len_q,
+            offset=problem.offset(len_q, len_k, first_query, first_key),
             where=TilePosition(
                 slice(sequence, sequence + 1),
                 (head, min(head + step, problem.nheads_kv)),
@@ -114,6 +116,8 @@ def _heads(problem: Problem, span: Span, arrays: Arrays) -> Iterator[_Heads]:
                 (0, len_k),
                 len_q,
                 len_k,
+                first_query,
+                first_key,
             ),
         )
 

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """Short sequences of equal lengths, with all their heads."""
+    """Short sequences of equal lengths and positions, with all their heads."""
 
     rows: Rows
     keys: Rows
@@ -50,6 +50,8 @@ class Bundle(NamedTuple):
     sequences: int
     len_q: int
     len_k: int
+    first_query: int = 0
+    first_key: int = 0
 
     def work(self, problem: Problem) -> int:
         """The work of the forward in multiplications: copying a number counts as 8, the softmax of a score (exp etc.) as 16."""
@@ -68,6 +70,8 @@ class Span(NamedTuple):
     len_q: int
     start_k: int
     len_k: int
+    first_query: int = 0
+    first_key: int = 0
 
 
 def divide_batch(
@@ -81,11 +85,12 @@ def divide_batch(
         step = _step_of_dense(problem, (tiles.ROWS, tiles.KEYS))
         return _divide_dense(problem.batch, problem.rows_q, problem.rows_k, step)
     assert lengths is not None
-    alike: dict[tuple[int, int], list[int]] = {}
-    for b, shape in enumerate(zip(lengths.len_q.tolist(), lengths.len_k.tolist(), strict=True)):
-        alike.setdefault(shape, []).append(b)
+    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    columns = lengths.len_q, lengths.len_k, lengths.position_q, lengths.position_k
+    for b, form in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        alike.setdefault(form, []).append(b)
     bundles, spans = [], []
-    for shape, members in alike.items():
+    for (*shape, first_query, first_key), members in alike.items():
         step = sequences_of_bundle(problem, *shape)
         if not step:
             spans += [_span(problem, lengths, b) for b in members]
@@ -93,9 +98,10 @@ def divide_batch(
         for first in range(0, len(members), step):
             some = members[first : first + step]
             if problem.group:
-                bundles.append(_of_rows(lengths, some, *shape))
+                bundle = _of_rows(lengths, some, *shape)
             else:
-                bundles.append(_of_batch(_entries(some), *shape))
+                bundle = _of_batch(_entries(some), *shape)
+            bundles.append(bundle._replace(first_query=first_query, first_key=first_key))
     return bundles, spans
 
 
@@ -155,24 +161,25 @@ def _in_row(starts: NDArray[np.int64], length: int) -> Rows:
 
 
 def _span(problem: Problem, lengths: HostLengths, b: int) -> Span:
-    spans = (lengths.start_q, lengths.len_q, lengths.start_k, lengths.len_k)
+    rows = lengths.start_q, lengths.len_q, lengths.start_k, lengths.len_k
+    spans = *rows, lengths.position_q, lengths.position_k
     return Span(b, () if problem.group else (b,), *(int(x[b]) for x in spans))
 
 
 def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None:
     """True where a row of a tile of `heads_first` does not see the key; None if all rows see all keys."""
     len_q, len_k = bundle.len_q, bundle.len_k
-    diagonal = 0 if problem.top_left else len_k - len_q
+    diagonal = problem.offset(len_q, len_k, bundle.first_query, bundle.first_key)
     shape = (problem.nheads_q // problem.nheads_kv * len_q, len_k)
+    problem = tiles.with_own_sinks(problem, bundle.first_key)
     return tiles.masked_pairs(problem, diagonal, len_q, (0, len_k), shape)
 
 
 def where_bundle(problem: Problem, bundle: Bundle) -> TilePosition:
     """The position of a bundle's tile of scores."""
     rows, keys = (0, bundle.len_q), (0, bundle.len_k)
-    return TilePosition(
-        bundle.members, (0, problem.nheads_kv), rows, keys, bundle.len_q, bundle.len_k
-    )
+    lengths = bundle.len_q, bundle.len_k, bundle.first_query, bundle.first_key
+    return TilePosition(bundle.members, (0, problem.nheads_kv), rows, keys, *lengths)
 
 
 def heads_first(array: Array, nheads_kv: int) -> Floats:

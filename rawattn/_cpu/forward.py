@@ -42,6 +42,7 @@ from rawattn._cpu.tiles import (
     multiply_transposed,
     rows_by_head,
     rows_of_tile,
+    with_own_sinks,
 )
 
 
@@ -143,10 +144,11 @@ def _tasks(
     out: Array,
     lse: Array | None,
 ) -> Iterator[Task]:
-    sequence, entry, start_q, len_q, start_k, len_k = span
+    sequence, entry, start_q, len_q, start_k, len_k, first_query, first_key = span
+    problem = with_own_sinks(problem, first_key)
     group_size = problem.nheads_q // problem.nheads_kv
     headdims = problem.headdim + problem.headdim_v
-    offset = 0 if problem.top_left else len_k - len_q
+    offset = problem.offset(len_q, len_k, first_query, first_key)
     step = rows_of_tile(problem, len_q)
     nheads = heads_of_tile(problem, len_q, len_k)
     for first in range(0, len_q, step):
@@ -173,6 +175,8 @@ def _tasks(
                     (0, len_k),
                     len_q,
                     len_k,
+                    first_query,
+                    first_key,
                 ),
             )
             work = rows * keys * tile.q.shape[1] * headdims

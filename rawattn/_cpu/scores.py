@@ -31,6 +31,8 @@ class TilePosition(NamedTuple):
     keys: tuple[int, int]
     len_q: int  # lengths of the sequences, equal for all of them
     len_k: int
+    first_query: int = 0  # positions in longer sequences, equal for all of them
+    first_key: int = 0
 
     def view(self, tile: Array, nheads_q: int) -> Array:
         """A writable view, with five axes, of a tile (..., kv heads, rows of a group's heads, keys) without its padding.
@@ -218,13 +220,13 @@ class Scores:
             "batch": batch[:, None, None, None, None],
             "head": head[:, :, None, None],
             "kv_head": kv_head[:, :, None, None],
-            "q_idx": np.arange(*where.rows)[:, None],
-            "kv_idx": np.arange(*where.keys),
+            "q_idx": where.first_query + np.arange(*where.rows)[:, None],
+            "kv_idx": where.first_key + np.arange(*where.keys),
         }
 
     def _distances(self, where: TilePosition) -> Floats:
         """The distances of keys from the rows' diagonals, (rows, keys)."""
-        offset = 0 if self._problem.top_left else where.len_k - where.len_q
+        offset = self._problem.offset(where.len_q, where.len_k, where.first_query, where.first_key)
         diagonals = np.arange(*where.rows)[:, None] + offset
         distances: Floats = np.abs(diagonals - np.arange(*where.keys)).astype(np.float32)
         return distances

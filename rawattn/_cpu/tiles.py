@@ -8,6 +8,7 @@ that rows and keys divide into pieces of equal size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,13 @@ def heads_of_tile(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
     rows = rows_of_tile(problem, seqlen_q) * (problem.nheads_q // problem.nheads_kv)
     keys = max(1, min(seqlen_k, KEYS))
     return max(1, min(problem.nheads_kv, ROWS * KEYS // (rows * keys)))
+
+
+def with_own_sinks(problem: Problem, first_key: int) -> Problem:
+    """The problem of a sequence whose first key has this position in a longer one, of which `sink` counts the first keys."""
+    if not (first_key and problem.sink):
+        return problem
+    return replace(problem, sink=max(0, problem.sink - first_key))
 
 
 def keys_seen(

@@ -29,6 +29,7 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float32": np.dtype(np.float32),
 }
+_INTEGERS = ("start", "length", "position")  # the fields of a `Side` that are arrays
 # The NamedTuples among the fields of a `Problem`, by name. All other fields are plain values or tuples.
 _FORMS: dict[str, Any] = {form.__name__: form for form in (ArrayForm, ScoreText)}
 _MASK_BYTES: dict[str, Callable[[Any], int]] = {
@@ -97,7 +98,8 @@ class Record:
     def operands(self) -> list[Operand]:
         """The operands of `lengths`, each once, ordered by index."""
         sides = (self.lengths.q, self.lengths.k)
-        found = {x for side in sides for x in (side.start, side.length) if isinstance(x, Operand)}
+        integers = [getattr(side, name) for side in sides for name in _INTEGERS]
+        found = {x for x in integers if isinstance(x, Operand)}
         return sorted(found, key=lambda operand: operand.index)
 
     @functools.cached_property
@@ -170,12 +172,16 @@ class Record:
         batch = size * self.problem.batch
 
         def side(x: Side) -> Side:
-            length = x.length
+            length, position = x.length, x.position
             if isinstance(length, np.ndarray):
                 length = np.tile(np.diff(length) if x.cumulative else length, size)
             elif length is not None:
                 length = replace(length, shape=(batch,))
-            return replace(x, length=length, cumulative=False)
+            if isinstance(position, np.ndarray):
+                position = np.tile(position, size)
+            elif position is not None:
+                position = replace(position, shape=(batch,))
+            return replace(x, length=length, cumulative=False, position=position)
 
         q, on_host = side(self.lengths.q), self.lengths.on_host
         k = q if self.lengths.k is self.lengths.q else side(self.lengths.k)
@@ -227,7 +233,7 @@ def read(text: str | bytes) -> Record:
     k = q if k is None else _decode(k)
     for name in ("options", "gradients"):
         found[name] = tuple(found[name])
-    integers = (q.start, q.length, k.start, k.length)
+    integers = [getattr(side, name) for side in (q, k) for name in _INTEGERS]
     on_host = not any(isinstance(x, Operand) for x in integers)
     lengths = Lengths(batch=problem.batch, group=problem.group, q=q, k=k, on_host=on_host)
     return Record(problem, lengths, **found)
@@ -258,7 +264,8 @@ def with_operands(
 
 def _with_integers(lengths: Lengths, integers: Any) -> Lengths:
     def side(x: Side) -> Side:
-        return replace(x, start=integers(x.start), length=integers(x.length))
+        found = {name: integers(getattr(x, name)) for name in _INTEGERS}
+        return replace(x, **found)
 
     q = side(lengths.q)
     k = q if lengths.k is lengths.q else side(lengths.k)
@@ -272,7 +279,7 @@ def _encode(side: Side) -> dict[str, Any]:
         return x if x is None else asdict(x)
 
     fields = {name: getattr(side, name) for name in ("cumulative", "rows", "max_seqlen", "padded")}
-    return {"start": integers(side.start), "length": integers(side.length), **fields}
+    return {name: integers(getattr(side, name)) for name in _INTEGERS} | fields
 
 
 def _decode(fields: dict[str, Any]) -> Side:
@@ -283,8 +290,7 @@ def _decode(fields: dict[str, Any]) -> Side:
             return np.array(x["values"], x["dtype"])
         return Operand(x["index"], tuple(x["shape"]), x["dtype"])
 
-    start, length = integers(fields.pop("start")), integers(fields.pop("length"))
-    return Side(start=start, length=length, **fields)
+    return Side(**{name: integers(fields.pop(name)) for name in _INTEGERS}, **fields)
 
 
 def _encode_value(x: Any) -> Any:

@@ -35,6 +35,7 @@ class Features:
     left: bool = False  # a window limits the visible keys on the left
     right: bool = False  # a window or the diagonal limits the visible keys on the right
     top_left: bool = False  # the diagonal begins at the first row and key, not at the last ones
+    positions: bool = False  # positions of the first rows and keys place the diagonal, or a score function reads them
     scale_first: bool = (
         False  # scores are scaled before the running max, as the scale is not positive
     )
@@ -87,6 +88,8 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
         right=right,
         # Without a limit on either side and without ALiBi nothing depends on the diagonal, so both alignments share a kernel.
         top_left=problem.top_left and (left or right or problem.alibi_slopes is not None),
+        positions=problem.positions
+        and (left or right or problem.alibi_slopes is not None or problem.score_mod is not None),
         scale_first=not problem.scale > 0,
         softcap=problem.softcap is not None,
         bias=0 if problem.bias is None else ITEMSIZE[problem.bias.dtype],
@@ -127,8 +130,9 @@ def _added(problem: Problem) -> tuple[bool, Line | None]:
     assert isinstance(text, ScoreText)
     if text.language != "expression":
         return False, None
-    # Both positions are the same on the diagonal, if it begins at the first row and key.
-    aligned = problem.top_left or (not problem.ragged and problem.rows_q == problem.rows_k)
+    # Both positions are the same on the diagonal, if it begins at the first row and key of the whole sequence.
+    whole = not problem.ragged and problem.rows_q == problem.rows_k
+    aligned = problem.top_left or problem.positions or whole
     causal = problem.window_right == 0 and aligned
     # Beside these options kernels have no registers for what a line adds to each row.
     alone = problem.softcap is None and problem.bias is None and problem.alibi_slopes is None

@@ -27,6 +27,7 @@ SIDE_STRUCT = _struct(
     (INTEGERS, "length", "(batch + 1) cumulative or (batch) logical lengths; null: physical ones"),
     ("int64", "cumulative", "whether `length` is cumulative"),
     ("int64", "rows", "rows of the array: seqlen in batch mode, total in packed mode"),
+    (INTEGERS, "position", "(batch) positions of the first rows in the whole sequences; null: 0"),
 )
 SIDE = SIDE_STRUCT.dtype
 STRIDES = _struct(

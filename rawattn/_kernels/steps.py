@@ -1,7 +1,7 @@
 """What a call launches, before any address is known: plain data that a kernel family makes and the runtime carries out.
 
 An address is patched by name. Known names are the call's arrays (q, k, v, out, lse, ...), the integers of its lengths
-(start_q, length_q, start_k, length_k), and the scratch that the steps ask for.
+(start_q, length_q, start_k, length_k, position_q, position_k), and the scratch that the steps ask for.
 """
 
 from __future__ import annotations
@@ -175,12 +175,13 @@ def side_fields(path: str, side: SideStructure) -> dict[str, int]:
         f"{path}.rows": side.rows,
         f"{path}.start.is_64bit": int(side.start == 8),
         f"{path}.length.is_64bit": int(side.length == 8),
+        f"{path}.position.is_64bit": int(side.position == 8),
     }
 
 
 def side_names(path: str, side: SideStructure, of: Literal["q", "k"]) -> dict[str, str]:
     """The names of the addresses of a side's integers, by their fields in a `Side` struct at `path`."""
-    given = (("start", side.start), ("length", side.length))
+    given = (("start", side.start), ("length", side.length), ("position", side.position))
     return {f"{path}.{name}.data": f"{name}_{of}" for name, nbytes in given if nbytes}
 
 

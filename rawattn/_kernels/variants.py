@@ -34,8 +34,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
     "inference", backward kernels too for "training", and both also in float32 for "all".
 
     every: adds each code path of each tile shape, though not the product of all: float32, keys in pages, windows, top-left
-    alignment, scales that are not positive, narrow copies, head dims between the usual ones, the backward's kernels, and
-    options that change scores. Of two portable kernels that differ only in the 16-bit dtype it leaves out one.
+    alignment, positions, scales that are not positive, narrow copies, head dims between the usual ones, the backward's kernels,
+    and options that change scores. Of two portable kernels that differ only in the 16-bit dtype it leaves out one.
     """
     target = without_device(arch)
     sources = [ragged_setup.source(), ragged_setup.carrying_source(), *append.variants()]
@@ -49,6 +49,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         left: int | None = None,
         right: int | None = None,
         top_left: bool = False,
+        positions: bool = False,
         scale: float = 1.0,
         copy_bytes: int = 16,
         backward: bool = False,
@@ -74,6 +75,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             window_right=right,
             sink=0,
             top_left=top_left,
+            positions=positions,
             scale=scale,
             pages=pages,
             float8=float8,
@@ -96,7 +98,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         if sm90_forward.supports(problem, target, aligned) is None:
             chosen = sm90_forward.choose(problem, target, aligned)
             sources.append(chosen.source())
-            if ragged and pages is None:  # lengths of the host, of few sequences
+            if ragged and pages is None and not positions:  # lengths of the host, of few sequences
                 sources.append(replace(chosen, carried=True).source())
             if copy_bytes < 16 and pages is None:  # pages are never copied
                 sources.append(align_rows.source(headdim, copy_bytes))
@@ -156,6 +158,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             add("float32", headdim, ragged=True, right=0, pages=_PAGES, float8=True)
             add("bfloat16", headdim, ragged=True, left=0, right=0, backward=True)
             add("bfloat16", headdim, left=0, top_left=True)
+            add("bfloat16", headdim, ragged=True, left=0, right=0, positions=True, backward=True)
+            add("float32", headdim, ragged=True, right=0, positions=True, seqlens=(long, long))
             add("bfloat16", headdim, left=0, group=2)
             add("bfloat16", headdim, seqlens=(long, long), group=4)
             add("float16", headdim, ragged=True, right=0, group=12)

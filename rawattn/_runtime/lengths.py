@@ -19,6 +19,7 @@ from rawattn._interop.native import Memory
 from rawattn._kernels.steps import logical_lengths
 
 NAMES = ("start_q", "length_q", "start_k", "length_k")
+POSITIONS = ("position_q", "position_k")  # behind these, if there are positions
 # The slot that holds the bytes of host integers, where these are carried: they travel in the parameters of the attention
 # kernel itself, and need no memory. Their "addresses" are then small numbers (kernels_cu/attn/carried.cuh), which begin at
 # _CARRIED_AT.
@@ -40,6 +41,7 @@ class LengthsMemory:
         "_bytes",
         "_device",
         "_offsets",
+        "_positions",
         "_shared",
         "_starts",
         "carried",
@@ -54,6 +56,9 @@ class LengthsMemory:
         self._starts = [np.dtype(np.int32 if x.start == 4 else np.int64) for x in (q, k)]
         # Room for all integers of the structure, since any of them may be on the host.
         sizes = [q.start * (batch + 1), q.length * batch, k.start * (batch + 1), k.length * batch]
+        self._positions = structure.positions
+        if self._positions:
+            sizes += [q.position * batch, k.position * batch]
         self._bytes = 0
         self._offsets = [self._room(size) for size in sizes]
         self.integers = self._bytes
@@ -69,8 +74,8 @@ class LengthsMemory:
     def addresses(self, lengths: Lengths, memory: Memory) -> tuple[Any, list[Any], bytes, int]:
         """(owner, addresses, data, to) for some lengths: the owner of the memory, and the data to send to the address `to`.
 
-        addresses: those of `NAMES`, 0 for integers that do not exist. Behind them the addresses of the orders or, if lengths
-        are carried, their bytes.
+        addresses: those of `NAMES` and, if there are positions, of `POSITIONS`; 0 for integers that do not exist. Behind them
+        the addresses of the orders or, if lengths are carried, their bytes.
         """
         q, k, owner, base = lengths.q, lengths.k, None, 0
         addresses: list[Any]
@@ -84,6 +89,10 @@ class LengthsMemory:
         else:
             data, start_k, length_k = self._put(data, 1, k, lengths, base)
             addresses = [start, length, start_k, length_k]
+        if self._positions:
+            for n, side in enumerate((q, k)):
+                data, at = self._put_positions(data, n, side.position, base)
+                addresses.append(at)
         if self.carried:
             return None, [*addresses, data], b"", 0
         for at in self._behind:
@@ -127,9 +136,18 @@ class LengthsMemory:
             at_length = length.data.ptr
         return data, at_start, at_length
 
+    def _put_positions(self, data: bytes, n: int, position: Any, base: int) -> tuple[bytes, int]:
+        """`data` with positions on the host added at their offset, and the address of the positions."""
+        if type(position) is np.ndarray:
+            at = self._offsets[4 + n]
+            return data.ljust(at, b"\0") + position.astype(np.int32).tobytes(), base + at
+        return data, 0 if position is None else position.data.ptr
+
 
 def _any_on_host(lengths: Lengths) -> bool:
     q, k, host = lengths.q, lengths.k, np.ndarray
-    if type(q.start) is host or type(q.length) is host:
+    if type(q.start) is host or type(q.length) is host or type(q.position) is host:
         return True
-    return k is not q and (type(k.start) is host or type(k.length) is host)
+    if k is q:
+        return False
+    return type(k.start) is host or type(k.length) is host or type(k.position) is host

@@ -23,8 +23,9 @@ from rawattn._runtime.plan_fast_path import Planned, Repeat, by_names, by_positi
 from rawattn._runtime.verbs import Verb
 
 _WIDEST = 16  # bytes of a kernel's widest access; alignments count modulo this
-# The indices in `lengths.NAMES` of a layout's arguments.
+# The indices in `lengths.NAMES` of a layout's arguments, with `lengths.POSITIONS` behind.
 _STARTS = {"seqstart_q": 0, "seqstart_k": 2}
+_POSITIONS = {"position_q": 4, "position_k": 5}
 _LENGTHS = {"cu_seqlen_q": 1, "seqlen_q": 1, "cu_seqlen_k": 3, "seqlen_k": 3}
 
 
@@ -217,6 +218,8 @@ class GpuPlan:
         if name in _STARTS:
             both = name == "seqstart_q" and getattr(seqs, "seqstart_k", None) is None
             return (_STARTS[name], _STARTS["seqstart_k"]) if both else (_STARTS[name],)
+        if name in _POSITIONS:
+            return (_POSITIONS[name],)
         counts = name.startswith("cu_") or getattr(seqs, f"cu_{name}") is None
         return (_LENGTHS[name],) if counts else ()
 

@@ -21,7 +21,7 @@ from rawattn._interop.streams import PER_THREAD_DEFAULT, own_stream
 from rawattn._kernels.steps import Lists, Steps, Tiles
 from rawattn._runtime import graphs, kernel
 from rawattn._runtime.launches import Launch, launch_of
-from rawattn._runtime.lengths import CARRIED, NAMES, LengthsMemory
+from rawattn._runtime.lengths import CARRIED, NAMES, POSITIONS, LengthsMemory
 from rawattn._runtime.runs import Launches, RunMemory, run_of
 from rawattn._runtime.setup import SendIntegers, Setup, without_filling
 
@@ -72,6 +72,7 @@ class Prepared:
             carried=any(each.carried for each in steps.launches),
         )
         slots = [*names, *(NAMES if self.ragged else ())]
+        slots += POSITIONS if structure.positions else ()
         slots += orders if self._once else ()
         slots += (CARRIED,) if self._lengths_memory.carried else ()
         slots += (*scratch, *steps.counters)

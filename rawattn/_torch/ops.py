@@ -23,7 +23,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _LAYOUT = (
     "Tensor? seqstart_q, Tensor? seqstart_k, Tensor? seqlen_q, Tensor? seqlen_k, "
-    "Tensor? cu_seqlen_q, Tensor? cu_seqlen_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+    "Tensor? cu_seqlen_q, Tensor? cu_seqlen_k, Tensor? position_q, Tensor? position_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
 # The types of options (annotations of `ForwardOptions`) in torch's schema language.
 _TYPES = {
@@ -65,6 +66,8 @@ class Layout(NamedTuple):
     seqlen_k: Any = None
     cu_seqlen_q: Any = None
     cu_seqlen_k: Any = None
+    position_q: Any = None
+    position_k: Any = None
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
 

@@ -16,7 +16,10 @@ from rawattn._runtime.option_arrays import caller_names
 from rawattn._runtime.verbs import Verb
 
 # Arguments of a layout that a plan's call may give again.
-_LENGTHS = ("seqstart_q", "seqlen_q", "cu_seqlen_q", "seqstart_k", "seqlen_k", "cu_seqlen_k")
+_LENGTHS = (
+    *("seqstart_q", "seqlen_q", "cu_seqlen_q", "position_q"),
+    *("seqstart_k", "seqlen_k", "cu_seqlen_k", "position_k"),
+)
 
 
 class Complete(NamedTuple):

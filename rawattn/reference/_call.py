@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from rawattn._call import scales
 from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import Lengths, host_lengths
 from rawattn._call.options import DEFAULTS, Options
-from rawattn._call.problem import Problem, describe
+from rawattn._call.problem import Problem, describe, dropout_at_positions
 from rawattn._interop.arrays import import_array
 from rawattn._interop.integers import import_integers
 from rawattn._masks.block_mask import BlockMask
@@ -35,6 +36,17 @@ class Modifier(NamedTuple):
     scalars: tuple[float, ...]
 
 
+class Segment(NamedTuple):
+    """Where a sequence lies in the arrays of a call: its rows and keys, and its positions in a longer sequence."""
+
+    start_q: int
+    len_q: int
+    start_k: int
+    len_k: int
+    first_query: int
+    first_key: int
+
+
 class Call(NamedTuple):
     """A call with its options resolved and its arrays in one floating dtype, on the host.
 
@@ -47,11 +59,12 @@ class Call(NamedTuple):
     shape_q: tuple[int, ...]
     shape_k: tuple[int, ...]
     shape_v: tuple[int, ...]
-    sequences: list[tuple[int, int, int, int]]  # first row, rows, first key, keys of each
+    sequences: list[Segment]
     left: float  # inf if unbounded; right too
     right: float
     sink: int
     top_left: bool
+    positions: bool  # the sequences' positions place the diagonal
     scale: float
     bias: Array | None  # with four axes; the mask too
     shape_bias: tuple[int, ...] | None
@@ -86,10 +99,12 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
         if given is not None and not (name == "mask" and isinstance(given, BlockMask)):
             _options.check_array(name, given)
 
+    if problem.positions and dropout_p:
+        raise dropout_at_positions()
     sequences = _sequences(problem, lengths)
     longest = (
-        max((len_q for _, len_q, _, _ in sequences), default=0),
-        max((len_k for _, _, _, len_k in sequences), default=0),
+        max((each.len_q for each in sequences), default=0),
+        max((each.len_k for each in sequences), default=0),
     )
     shape_bias = None
     if bias is not None:
@@ -133,6 +148,7 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
         right=np.inf if problem.window_right is None else problem.window_right,
         sink=problem.sink,
         top_left=problem.top_left,
+        positions=problem.positions,
         scale=problem.scale,
         bias=bias,
         shape_bias=shape_bias,
@@ -159,14 +175,14 @@ def _modifier(score_mod: Any, dtype: np.dtype[Any]) -> Modifier | None:
     return Modifier(score_mod.text, captured, score_mod.scalars)
 
 
-def _sequences(problem: Problem, lengths: Lengths) -> list[tuple[int, int, int, int]]:
+def _sequences(problem: Problem, lengths: Lengths) -> list[Segment]:
     host = host_lengths(lengths)
     start_q, start_k = host.start_q, host.start_k
     if not problem.group:
         start_q = np.arange(problem.batch) * problem.rows_q
         start_k = np.arange(problem.batch) * problem.rows_k
-    columns = (start_q, host.len_q, start_k, host.len_k)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    columns = (start_q, host.len_q, start_k, host.len_k, host.position_q, host.position_k)
+    return list(starmap(Segment, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 def host(name: str, array: Any) -> Array:

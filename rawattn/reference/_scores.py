@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rawattn import _philox
 from rawattn._scores import numpy_eval
-from rawattn.reference._call import Array, Call, Modifier
+from rawattn.reference._call import Array, Call, Modifier, Segment
 
 # A block of scores has at most this many elements, so that a long sequence fits in memory.
 _BLOCK = 1 << 22
@@ -25,15 +25,20 @@ class Block:
     head: int
     kv_head: int
     offset: int  # the diagonal is j = i + offset
-    i: Array  # (rows, 1) positions in the sequence
+    i: Array  # (rows, 1) rows of the sequence
     j: Array  # (1, keys)
+    segment: Segment
     rows: slice  # the same rows in q, out and lse
     keys: slice  # the same keys in k and v
 
 
 def blocks(call: Call) -> Iterator[Block]:
     nheads_q, nheads_kv = call.q.shape[1], call.k.shape[1]
-    for batch, (start_q, len_q, start_k, len_k) in enumerate(call.sequences):
+    for batch, segment in enumerate(call.sequences):
+        start_q, len_q, start_k, len_k, first_query, first_key = segment
+        offset = 0 if call.top_left else len_k - len_q
+        if call.positions:
+            offset = first_query - first_key
         step = max(1, _BLOCK // max(1, len_k))
         for head in range(nheads_q):
             for first in range(0, len_q, step):
@@ -42,9 +47,10 @@ def blocks(call: Call) -> Iterator[Block]:
                     batch=batch,
                     head=head,
                     kv_head=head // (nheads_q // nheads_kv),
-                    offset=0 if call.top_left else len_k - len_q,
+                    offset=offset,
                     i=np.arange(first, last)[:, None],
                     j=np.arange(len_k)[None, :],
+                    segment=segment,
                     rows=slice(start_q + first, start_q + last),
                     keys=slice(start_k, start_k + len_k),
                 )
@@ -60,7 +66,8 @@ def scores(call: Call, block: Block) -> Scores:
     """The scores of a block and which keys each row sees: the core of the specification."""
     i, j = block.i, block.j
     diagonal = i + block.offset
-    visible = (j <= diagonal + call.right) & ((j >= diagonal - call.left) | (j < call.sink))
+    sink = call.sink - block.segment.first_key
+    visible = (j <= diagonal + call.right) & ((j >= diagonal - call.left) | (j < sink))
     if call.mask is not None:
         visible = visible & call.mask[index_in(call.mask, call, block)]
 
@@ -84,8 +91,10 @@ def scores(call: Call, block: Block) -> Scores:
 
 def score_arguments(modifier: Modifier, call: Call, block: Block, s: Array) -> tuple[Any, ...]:
     """The arguments of the functions of `numpy_eval`."""
-    _, seqlen_q, _, seqlen_k = call.sequences[block.batch]
-    position = (block.batch, block.head, block.kv_head, block.i, block.j, seqlen_q, seqlen_k)
+    of = block.segment
+    heads = block.head, block.kv_head
+    i, j = of.first_query + block.i, of.first_key + block.j
+    position = (block.batch, *heads, i, j, of.len_q, of.len_k)
     return modifier.text, s, *position, modifier.captured, modifier.scalars
 
 

@@ -49,7 +49,7 @@ def write_gradients(
 
     inputs: the arrays of the call by name, which the results may not overlap.
     """
-    rows_k = rows_of(call.shape_k, ((first, count) for _, _, first, count in call.sequences))
+    rows_k = rows_of(call.shape_k, ((each.start_k, each.len_k) for each in call.sequences))
     rows = {"dq": rows_of_q(call), "dk": rows_k, "dv": rows_k, "dbias": None, "dsink_logits": None}
     captured: dict[str, Any] = dict(found.captured or {})
     check_given(into, [name for name in rows if getattr(found, name) is not None], captured)
@@ -67,7 +67,7 @@ def write_gradients(
 
 def rows_of_q(call: Call) -> Array:
     """True for rows of q that are no padding, in the shape of its axes before the heads."""
-    return rows_of(call.shape_q, ((first, count) for first, count, _, _ in call.sequences))
+    return rows_of(call.shape_q, ((each.start_q, each.len_q) for each in call.sequences))
 
 
 def rows_of(shape: tuple[int, ...], sequences: Iterable[tuple[int, int]]) -> Array:

@@ -226,7 +226,7 @@ class BadIntegers:
 BAD_INTEGERS = [
     BadIntegers(group=group, what=what, max_seqlen=max_seqlen, junk=junk, dtype=dtype)
     for group in (True, False)
-    for what in ("seqstart_q", "seqstart_k", "cu_seqlen", "seqlen", "everything")
+    for what in ("seqstart_q", "seqstart_k", "cu_seqlen", "seqlen", "everything", "position")
     for max_seqlen in (None, 9)
     for junk in _JUNK
     for dtype in ("int32", "int64")
@@ -253,6 +253,8 @@ def check_bad_integers(case: BadIntegers, framework: CuPy) -> None:
         integers |= {"cu_seqlen_q": bad, "cu_seqlen_k": bad}
     elif what == "seqlen":
         integers |= {"seqlen_q": lengths, "seqlen_k": lengths}
+    elif what == "position":
+        integers |= {"position_q": lengths, "position_k": bad[1:].copy()}
     else:
         integers = {"cu_seqlen_q": bad, "seqlen_k": lengths}
         integers |= {"seqstart_q": bad, "seqstart_k": bad} if group else {}

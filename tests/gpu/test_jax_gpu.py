@@ -68,7 +68,8 @@ def test_bad_traced_lengths_reach_no_other_memory() -> None:
 
 
 def test_vmap_of_traced_lengths() -> None:
-    jax_calls.verify_mapped_traced_lengths("gpu")
+    for positions in (False, True):
+        jax_calls.verify_mapped_traced_lengths("gpu", positions=positions)
 
 
 @pytest.mark.parametrize("seqlen", [128, 4096])

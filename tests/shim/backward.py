@@ -83,7 +83,8 @@ class Backward:
 
     def _side(self, name: str, side: Side) -> Any:
         filled = np.zeros((), params.SIDE)
-        for what, integers in (("start", side.start), ("length", side.length)):
+        for what in ("start", "length", "position"):
+            integers = getattr(side, what)
             if integers is not None:
                 filled[what]["data"] = self._keep(Memory(f"{what}_{name}", integers))
                 filled[what]["is_64bit"] = integers.dtype.itemsize == 8

@@ -72,11 +72,11 @@ class Device:
         """The same lengths as arrays on the device, which the host does not read."""
 
         def side(each: Side) -> Side:
-            start, length = (
+            start, length, position = (
                 x if x is None else _Array(self.keep(Memory("lengths", x)))
-                for x in (each.start, each.length)
+                for x in (each.start, each.length, each.position)
             )
-            return replace(each, start=start, length=length, padded=True)
+            return replace(each, start=start, length=length, position=position, padded=True)
 
         q = side(lengths.q)
         k = q if lengths.k is lengths.q else side(lengths.k)

@@ -266,7 +266,8 @@ class Forward:
 
     def _side(self, name: str, side: Side) -> Any:
         filled = np.zeros((), params.SIDE)
-        for what, integers in (("start", side.start), ("length", side.length)):
+        for what in ("start", "length", "position"):
+            integers = getattr(side, what)
             if integers is not None:
                 memory = Memory(f"{what}_{name}", integers)
                 self._memory.append(memory)

@@ -248,7 +248,7 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
         },
     }
     for side, each in (("q", lengths.q), ("k", lengths.k)):
-        for what in ("start", "length"):
+        for what in ("start", "length", "position"):
             integers = getattr(each, what)
             if integers is not None:
                 width = {4: np.int32, 8: np.int64}[getattr(form.side(side), what)]

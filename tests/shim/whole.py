@@ -192,7 +192,7 @@ def logical_rows(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple
     """Two bool arrays, True for the rows of q and of k that belong to a sequence, in the shapes of the arrays' row axes."""
     call = read(q, k, v, Options(seqs=options.get("seqs")))
     rows, keys = (np.zeros(x.shape[0], bool) for x in (call.q, call.k))
-    for start_q, len_q, start_k, len_k in call.sequences:
+    for start_q, len_q, start_k, len_k, *_ in call.sequences:
         rows[start_q : start_q + len_q] = True
         keys[start_k : start_k + len_k] = True
     return rows.reshape(q.shape[:-2]), keys.reshape(k.shape[:-2])

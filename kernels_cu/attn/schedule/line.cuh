@@ -292,7 +292,7 @@ struct Line {
   DEVICE int count(int tile) const {
     const int first = tile * kTileQ;
     const int last = first + kTileQ < q.length ? first + kTileQ - 1 : q.length - 1;
-    return Tiles(Visible(p, q.length, k.length), first, last).count();
+    return Tiles(Visible(p, sequence, q.length, k.length), first, last).count();
   }
   // Units of a query tile with so many key tiles. One without keys still has a unit, which writes its rows.
   DEVICE int units_of_tiles(int tiles) const {

@@ -215,7 +215,7 @@ def choose_tiles(
         key_bytes=operands.key_bytes(problem),
     )
     # If a sequence has one query, that is the last row, which sees all keys under a causal mask too.
-    alone = problem.max_seqlen_q <= 1 and not chosen.top_left
+    alone = problem.max_seqlen_q <= 1 and not (chosen.top_left or chosen.positions)
     return replace(chosen, right=chosen.right and not alone)
 
 

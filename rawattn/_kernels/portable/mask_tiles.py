@@ -30,6 +30,7 @@ class Config:
     left: bool
     right: bool
     top_left: bool
+    positions: bool
     tile_q: int
     tile_k: int
     of_keys: bool
@@ -44,7 +45,8 @@ class Config:
     def source(self) -> Source:
         sides = [name for name in ("left", "right") if getattr(self, name)]
         words = ["portable mask_tiles", f"{self.tile_q}x{self.tile_k}", *sides]
-        words += ["top-left"] * self.top_left + ["of-keys"] * self.of_keys
+        words += ["top-left"] * self.top_left + ["positions"] * self.positions
+        words += ["of-keys"] * self.of_keys
         words += ["paged"] * self.paged + ["ordered"] * self.ordered
         return _source(
             "rawattn_mask_tiles",
@@ -55,6 +57,7 @@ class Config:
                 "kLeft": self.left,
                 "kRight": self.right,
                 "kTopLeft": self.top_left,
+                "kPositions": self.positions,
                 "kTileQ": self.tile_q,
                 "kTileK": self.tile_k,
                 "kOfKeys": self.of_keys,
@@ -256,7 +259,7 @@ def lists(
         "group": problem.nheads_q // mask[1] if of_keys else 1,
     }
     used = features(problem)
-    limits = used.left, used.right, used.top_left
+    limits = used.left, used.right, used.top_left, used.positions
     config = Config(*limits, tile_q, tile_k, of_keys, used.paged, ordered, target.wave)
     counters = {}
     addresses = {"map": "mask_map"}

@@ -139,8 +139,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
 
 
 def _may_be_carried(problem: Problem, structure: Structure) -> bool:
-    """Whether lengths may travel in the kernel's parameters: 32-bit integers of the host for few sequences."""
-    few = problem.ragged and problem.batch <= MOST_ORDERED
+    """Whether lengths may travel in the kernel's parameters: 32-bit integers of the host for few sequences, no positions."""
+    few = problem.ragged and problem.batch <= MOST_ORDERED and not structure.positions
     return few and structure.on_host and max(structure.q.start, structure.k.start) <= 4
 
 
