@@ -452,6 +452,38 @@ def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
     assert kept(2048, 10240) == kept(256, 8448) == 0
 
 
+@pytest.mark.parametrize(
+    ("call", "options", "pairs"),
+    [
+        (
+            (8, 256, 8448, 32, 8, 128),
+            {},
+            True,
+        ),  # six tiles of a kv head, of which the last has 64 rows
+        ((4, 320, 16384, 16, 16, 128), {}, True),
+        ((8, 256, 8448, 16, 8, 192), {}, True),
+        ((8, 512, 8704, 32, 8, 256), {}, True),  # sixteen tiles
+        ((8, 384, 8192, 32, 8, 128), {}, False),  # eight
+        ((16, 128, 10000, 32, 8, 128), {}, False),  # three
+        ((8, 256, 12000, 32, 8, 64), {}, False),
+        ((16, 320, 4096, 16, 16, 128), {}, False),  # few keys
+        ((3, 320, 16384, 16, 16, 128), {}, False),  # few tiles
+        ((8, 512, 8704, 32, 8, 128), {}, False),  # keys are split
+        ((8, 256, 8448, 32, 8, 128), {"softcap": 30.0}, False),
+        ((8, 256, 8448, 32, 8, 128), {"window": (4000, 0)}, False),
+        ((8, 256, 8448, 32, 8, 128), {"seqs": SeqLayout(seqlen_k=[8448] * 8)}, False),
+    ],
+)
+def test_pairs_of_blocks_on_cached_keys(
+    call: tuple[int, ...], options: dict[str, Any], pairs: bool
+) -> None:
+    batch, rows, keys, nheads_q, nheads_kv, headdim = call
+    shapes = ((batch, rows, nheads_q), (batch, keys, nheads_kv), (batch, keys, nheads_kv))
+    arrays = [np.broadcast_to(np.zeros((), np.float16), (*x, headdim)) for x in shapes]
+    problem, _ = describe(*arrays, causal=True, **options)
+    assert (sm90_forward.choose(problem, H200, Operands()).cluster == 2) == pairs
+
+
 def test_tiles_of_packed_batches() -> None:
     """A packed batch takes other tiles than usual if these are faster for the lengths that it may have, taken together."""
 

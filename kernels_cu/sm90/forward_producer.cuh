@@ -23,9 +23,13 @@ namespace forward {
 constexpr bool kFindsEarly = kBlockMask && !kStreamK;
 constexpr int kTilesLeft = 3;
 
+// Rounds of tiles that the last sections of a ragged batch have, where tiles are unlike and no keys split them.
+constexpr int kLastRounds = kRagged && kRight && !kStreamK && !kPaged ? 2 : 0;
+
 // Finds the work at an index of the schedule.
 DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
-  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles);
+  const int last_tiles = kLastRounds * static_cast<int>(target::grid_size()) / kCluster;
+  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles, last_tiles);
   if constexpr (kBlockMask) {
     if (work.exists && p.forward.block_mask.lists.order != nullptr) {
       const int last = (work.q.length - 1) / kClusterQ;

@@ -55,17 +55,20 @@ struct OrderOfWaves {
 // instead costs the backward, which uses all registers, a hundred bytes of spills and up to a tenth of its speed.
 //
 // deferred: tiles of each head of a dense batch that `index` does not count.
+//
+// Returns whether these are the last tiles of a ragged batch.
 template <bool kRagged, bool kKeyTiles, int kTile, class Order, class Tile>
-DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads, int64& index, Tile& work,
+DEVICE bool find_sequence(const ForwardParams& p, const Order& order, int heads, int64& index, Tile& work,
                           int deferred = 0) {
   if constexpr (kRagged) {
-    const int tile = static_cast<int>(index / heads);
-    work.exists = tile < order.first_tile(p.batch);
+    const int tile = static_cast<int>(index / heads), all_tiles = order.first_tile(p.batch);
+    work.exists = tile < all_tiles;
     const OrderedSequence found = order.at(p, order.position(p.batch, tile));
     index = work.exists ? index - int64(found.first_tile) * heads : 0;
     work.sequence = found.sequence;
     (kKeyTiles ? work.k : work.q) = {found.tiled_start, found.tiled_length};
     (kKeyTiles ? work.q : work.k) = {found.other_start, found.other_length};
+    return found.first_tile + (found.tiled_length + kTile - 1) / kTile >= all_tiles;
   } else {
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
@@ -73,18 +76,22 @@ DEVICE void find_sequence(const ForwardParams& p, const Order& order, int heads,
     work.sequence = static_cast<int>(index / blocks);
     work.exists = work.sequence < p.batch;
     index -= work.sequence * blocks;
+    return false;
   }
 }
 
 struct HeadTile {
   int head, tile;
 };
-// The head and the tile at an index of a sequence. kv heads come in sections of about equal size, whose rows of the
-// other side are no more than about `section` together. In a section all heads of a tile come side by side. group:
-// heads of the counted side for each kv head. rows: of the sequence on the other side.
-DEVICE HeadTile find_head(int64 index, int tiles, int nheads_kv, int group, int rows, int section) {
+// The number of sections of a sequence's kv heads: of about equal size, with no more than about `section` rows of the
+// other side together. rows: of the sequence on the other side.
+DEVICE int sections_of(int nheads_kv, int rows, int section) {
+  return static_cast<int>(clamp(int64(nheads_kv) * rows / section, 0, nheads_kv - 1)) + 1;
+}
+// The head and the tile at an index of a sequence. In a section all heads of a tile come side by side. group: heads of
+// the counted side for each kv head.
+DEVICE HeadTile find_head(int64 index, int tiles, int nheads_kv, int group, int sections) {
   const int nheads = nheads_kv * group;
-  const int sections = static_cast<int>(clamp(int64(nheads_kv) * rows / section, 0, nheads_kv - 1)) + 1;
   const int section_heads = (nheads_kv + sections - 1) / sections * group;
   const int64 section_tiles = int64(tiles > 0 ? tiles : 1) * section_heads;
   const int section_index = static_cast<int>(index / section_tiles);

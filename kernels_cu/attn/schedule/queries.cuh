@@ -39,19 +39,29 @@ DEVICE WorkTile find_deferred_tile(const ForwardParams& p, int64 index, int defe
 // A tile has kTileQ rows of each of kHeads neighbouring heads; work.head is the first of these. deferred: how many
 // tiles of each head come after those of all heads that are not deferred. They are the first ones of the head, and only
 // dense batches whose longest tile is the last (kLongestTileLast) defer any.
+//
+// last_tiles: the last sequence of a ragged batch comes in so few sections that each has this many tiles. In a section
+// the longest tiles come first. So none of them begins when most blocks have nothing left to do. Where most keys come
+// before the queries, tiles are alike, and small sections read keys less often.
 template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, class Order>
-DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int deferred = 0) {
+DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int deferred = 0,
+                               int last_tiles = 0) {
   if constexpr (!kRagged && kLongestTileLast) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
     const int64 before = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ - deferred);
     if (deferred > 0 && index >= before) return find_deferred_tile<kTileQ, kHeads>(p, index - before, deferred);
   }
   WorkTile work;
-  find_sequence<kRagged, false, kTileQ>(p, order, p.nheads_q / kHeads, index, work, deferred);
+  const int nheads = p.nheads_q / kHeads;
+  const bool is_last = find_sequence<kRagged, false, kTileQ>(p, order, nheads, index, work, deferred);
   if (!work.exists) return work;
   const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
-  const int group = p.nheads_q / p.nheads_kv / kHeads;
-  const HeadTile found = find_head(index, tiles - deferred, p.nheads_kv, group, work.k.length, p.section_keys);
+  int sections = sections_of(p.nheads_kv, work.k.length, p.section_keys);
+  if (last_tiles > 0 && is_last && work.k.length / 2 <= work.q.length) {
+    const int most = static_cast<int>(static_cast<unsigned>(nheads) * tiles / last_tiles);  // any is right if it wraps
+    sections = most < 1 ? 1 : most < sections ? most : sections;
+  }
+  const HeadTile found = find_head(index, tiles - deferred, p.nheads_kv, nheads / p.nheads_kv, sections);
   work.head = found.head * kHeads;
   work.tile = found.tile;
   work.exists = work.tile < tiles;  // may be false: unchecked lengths can make a schedule that does not add up

@@ -31,6 +31,10 @@ FEATURES = features.names()
 # also the least seqlen_q for which blocks run in clusters, where the table says so.
 LONG_SEQLEN = 8192
 
+# Few query rows on cached keys, in pairs of blocks: the most tiles of the heads that share one, the head dim from which on there
+# may be more of them, and the least number of all tiles for each SM (docs/notes/hopper-forward.md).
+_MOST_TILES_IN_PAIRS, _WIDE_PAIRS, _PAIRS_FILL = 6, 192, 0.9
+
 # Stream-K splits the keys of the last query tiles among all blocks. Its limits (docs/notes/hopper-forward.md):
 # Keys of a query tile from which on the last tiles are split without an estimate, where all tiles are alike.
 STREAM_K_ALWAYS_KEYS = LONG_SEQLEN
@@ -150,7 +154,30 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
             page_rows=1 if copied else math.gcd(problem.pages.page_size, config.tile_k),
             whole_rows=not copied and tma.page_strides_in_heads(problem, operands) is not None,
         )
+    if _works_in_pairs(problem, config, target):
+        config = replace(config, cluster=2)
     return fit.with_ramp(fit.with_query_slots(config, target), problem, target)
+
+
+def _works_in_pairs(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether pairs of blocks load keys for each other, for few query rows that meet many cached keys.
+
+    Two tiles of the same heads make a pair. The last tile often has few rows, for which alone its keys would come. No tile may be
+    left over, and pairs must fill the GPU.
+    """
+    plain = problem.plain_scores and problem.mask is None and problem.window_left is None
+    if problem.ragged or problem.pages is not None or not plain:
+        return False
+    if config.stream_k or config.interleaved or config.blocks_per_sm > 1:
+        return False
+    if problem.max_seqlen_k < LONG_SEQLEN or not time_estimate.alike(problem):
+        return False
+    tiles = -(-problem.rows_q // config.tile_q)
+    wide = max(problem.headdim, problem.headdim_v)
+    if tiles % 2 or wide <= 64 or (tiles > _MOST_TILES_IN_PAIRS and wide < _WIDE_PAIRS):
+        return False
+    count = time_estimate.count(problem, config.tile_rows, config.heads_per_tile)
+    return count >= _PAIRS_FILL * target.multiprocessors
 
 
 def masks_keys(problem: Problem) -> bool:
