@@ -31,8 +31,8 @@ FEATURES = features.names()
 # also the least seqlen_q for which blocks run in clusters, where the table says so.
 LONG_SEQLEN = 8192
 
-# Few query rows on cached keys, in pairs of blocks: the most tiles of the heads that share one, the head dim from which on there
-# may be more of them, and the least number of all tiles for each SM (docs/notes/hopper-forward.md).
+# Few query rows on cached keys, in pairs of blocks: the most tiles of the heads that share one, the head dim from which on
+# there may be more of them, and the least number of all tiles for each SM (docs/notes/hopper-forward.md).
 _MOST_TILES_IN_PAIRS, _WIDE_PAIRS, _PAIRS_FILL = 6, 192, 0.9
 
 # Stream-K splits the keys of the last query tiles among all blocks. Its limits (docs/notes/hopper-forward.md):
@@ -162,8 +162,8 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 def _works_in_pairs(problem: Problem, config: Config, target: Target) -> bool:
     """Whether pairs of blocks load keys for each other, for few query rows that meet many cached keys.
 
-    Two tiles of the same heads make a pair. The last tile often has few rows, for which alone its keys would come. No tile may be
-    left over, and pairs must fill the GPU.
+    Two tiles of the same heads make a pair. The last tile often has few rows, for which alone its keys would come. No tile may
+    be left over, and pairs must fill the GPU.
     """
     plain = problem.plain_scores and problem.mask is None and problem.window_left is None
     if problem.ragged or problem.pages is not None or not plain:
