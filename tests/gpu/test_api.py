@@ -231,6 +231,7 @@ BAD_INTEGERS = [
     for junk in _JUNK
     for dtype in ("int32", "int64")
     if group or not what.startswith("seqstart")
+    if group or what != "position" or max_seqlen is None  # else shorter than the arrays' own rows
     if dtype == "int64" or max(map(abs, _JUNK[junk])) <= _I32
 ]
 
