@@ -29,6 +29,11 @@ def cells_of_sections() -> Iterable[Sm90Cell]:
             ragged("ragged-heads", (70, 0, 33), (100, 50, 300), **many_heads),
         ):
             yield Sm90Cell(case=case, shape=SMALL, section_keys=section_keys)
+    # The sections of the last sequence depend on the number of blocks, unless most of its keys come before its queries.
+    lens = {"last-sections": (130, 130, 130), "last-sections-cached": (130, 300, 300)}
+    for (name, (rows, *keys)), blocks in itertools.product(lens.items(), (1, 3, 7)):
+        case = ragged(name, (rows, rows), keys, **many_heads)
+        yield Sm90Cell(case=case, shape=SMALL, section_keys=100, blocks=blocks)
 
 
 def cells_of_kept_tiles() -> Iterable[Sm90Cell]:
