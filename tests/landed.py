@@ -26,7 +26,7 @@ _FEATURES = {"alibi_slopes": "alibi", "dropout_p": "dropout", "mask": "block_mas
 def lacking(backend: str, verb: str) -> frozenset[str]:
     """Return the options that a verb does not support. For "cuda" this reads the registry and runs nothing."""
     if backend == "cuda":
-        features = registry.FAMILIES[verb][-1].features
+        features = registry.CANDIDATES[verb][-1].load().features
         return frozenset(x for x in OPTIONS if _FEATURES.get(x, x) not in features)
     return frozenset(option for option in OPTIONS if not _on_cpu(verb, option))
 

@@ -15,6 +15,7 @@ from rawattn._call.structure import structure
 from rawattn._kernels import gathered
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import backward_parts
 from rawattn._kernels.portable.backward_steps import steps
 from tests.problems import H200
 
@@ -22,7 +23,7 @@ from tests.problems import H200
 def count(problem: Problem) -> int:
     """Return the number of blocks that share a key tile."""
     config = portable_backward.choose(problem, H200, Operands())
-    return portable_backward.parts(problem, H200, config)
+    return backward_parts.parts(problem, H200, config)
 
 
 def dense(
@@ -79,6 +80,26 @@ def test_few_key_tiles_are_shared() -> None:
     assert count(dense(2, (32, 2), (128, 500))) > 4
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "fastest"),
+    [
+        (2, (4, 2), 1024, 4),
+        (1, (2, 2), 4096, 4),
+        (1, (2, 1), 8192, 4),
+        (1, (4, 1), 4096, 8),
+        (1, (8, 2), 2048, 7),
+        (1, (32, 8), 512, 4),
+        (4, (2, 1), 1024, 4),
+        (1, (2, 1), 16384, 2),
+    ],
+)
+def test_causal_key_tiles_are_shared_by_the_fastest_number(
+    batch: int, heads: tuple[int, int], seqlen: int, fastest: int
+) -> None:
+    """Of those that were timed on an H200 (docs/notes/portable-backward.md)."""
+    assert count(dense(batch, heads, (seqlen, seqlen), causal=True)) == fastest
+
+
 def test_many_key_tiles_are_not() -> None:
     assert count(dense(4, (32, 32), (4096, 4096), causal=True)) == 1
     assert count(dense(1, (1, 1), (128 * 132, 128 * 132))) == 1
@@ -89,6 +110,28 @@ def test_many_key_tiles_are_not() -> None:
 def test_a_mask_counts_for_nothing() -> None:
     assert count(dense(1, (2, 1), (4096, 4096), mask=True, causal=True)) > 4
     assert count(dense(4, (16, 16), (4096, 4096), mask=True)) == 1
+
+
+def test_blocks_share_only_turns_that_fit_a_word() -> None:
+    """A head of the group in 8 bits and a query tile in 24, where the end of each fits too."""
+    for options in ({"causal": True}, {"window": (512, 0), "sink": 4}):
+        config = portable_backward.choose(dense(1, (2, 1), (1, 1), **options), H200, Operands())
+        last = ((1 << 24) - 1) * config.tile_q
+        for heads, rows, fit in (
+            (255, 8192, True),
+            (256, 8192, False),
+            (1, last, True),
+            (1, last + 1, False),
+        ):
+            problem = replace(
+                dense(1, (heads, 1), (8192, 512), **options), rows_q=rows, max_seqlen_q=rows
+            )
+            found = [
+                f(problem, H200, config)
+                for f in (backward_parts.parts, backward_parts.parts_of_sinks)
+            ]
+            assert (max(found) > 1) == fit, (options, heads, rows)
+    assert count(dense(1, (256, 1), (4096, 500), mask=True)) > 1  # lists have no words
 
 
 @pytest.mark.parametrize("seqlen", [8192, 32768])
@@ -105,9 +148,26 @@ def test_few_key_tiles_of_ragged_batches_are_shared() -> None:
     assert count(ragged((2, 1), [4096, *[64] * 9], [4096, *[64] * 9])) > 2
 
 
+@pytest.mark.parametrize(
+    ("heads", "lengths", "fastest"),
+    [
+        ((4, 1), [2048, 1500, 1000, 500], 6),
+        ((2, 2), [4096, *[256] * 8], 3),
+        ((2, 1), [4096, *[64] * 200], 4),
+        ((2, 1), [8192, *[1000] * 4], 4),
+        ((8, 2), [3000, 200, 100], 5),
+    ],
+)
+def test_packed_sequences_of_other_lengths(
+    heads: tuple[int, int], lengths: list[int], fastest: int
+) -> None:
+    """The longest sequence decides, and the mean of the others: the numbers are the fastest on an H200."""
+    problem = replace(ragged(heads, lengths, lengths), shared_lengths=True)
+    assert count(problem) == fastest
+
+
 def test_many_key_tiles_of_ragged_batches_are_not() -> None:
     assert count(ragged((8, 8), [20] * 600, [20] * 600)) == 1
-    assert count(ragged((2, 1), [4096, *[64] * 200], [4096, *[64] * 200])) == 1
     assert count(ragged((16, 16), [2048] * 8, [2048] * 8)) == 1
     assert count(ragged((2, 1), [4096] * 32, [4096] * 32, packed=False)) == 1
     # Short sequences take small tiles: there are few steps, and these are short.
@@ -120,7 +180,7 @@ def test_many_key_tiles_of_ragged_batches_are_not() -> None:
 def of_sinks(problem: Problem) -> int:
     """Return the number of blocks that share a key tile with sink tokens."""
     config = portable_backward.choose(problem, H200, Operands())
-    return portable_backward.parts_of_sinks(problem, H200, config)
+    return backward_parts.parts_of_sinks(problem, H200, config)
 
 
 def test_key_tiles_with_sink_tokens_are_shared() -> None:

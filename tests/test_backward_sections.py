@@ -10,7 +10,7 @@ import pytest
 from rawattn import SeqLayout
 from rawattn._call.problem import describe
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import backward, backward_sections
+from rawattn._kernels.portable import backward, backward_parts, backward_sections
 from rawattn._kernels.target import without_device
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)
@@ -26,7 +26,7 @@ def _heads(
     q, k = (np.broadcast_to(np.float16(0), (batch, seqlen, each, headdim)) for each in heads)
     problem, _ = describe(q, k, k, causal=causal)
     config = backward.choose(problem, H200, Operands())
-    parts = backward.parts(problem, H200, config)
+    parts = backward_parts.parts(problem, H200, config)
     nheads_q, nheads_kv = heads
     fitting = (32 << 20) // (8 * headdim * nheads_q // nheads_kv)
     found = backward_sections.section_queries(problem, H200, config, fitting, parts)
@@ -76,11 +76,11 @@ def test_others_are_as_the_cache_wants_them(
 def test_blocks_end_when_they_do() -> None:
     # Two blocks run at once. Each head has a long and a short block; every block takes 3 steps of overhead.
     turns = ((7,), (1,))
-    assert backward_sections._end(1, 2, 1, turns, 2) == 14
-    assert backward_sections._end(2, 2, 1, turns, 2) == 14
-    assert backward_sections._end(1, 3, 1, turns, 2) == 24
-    assert backward_sections._end(3, 3, 1, turns, 2) == 22
-    assert backward_sections._end(1, 2, 1, ((3, 4), (1,)), 3) == 13
+    assert backward_sections.end(1, 2, (turns,) * 1, 2, 3) == 14
+    assert backward_sections.end(2, 2, (turns,) * 1, 2, 3) == 14
+    assert backward_sections.end(1, 3, (turns,) * 1, 2, 3) == 24
+    assert backward_sections.end(3, 3, (turns,) * 1, 2, 3) == 22
+    assert backward_sections.end(1, 2, (((3, 4), (1,)),) * 1, 3, 3) == 13
 
 
 def test_ragged_batches_are_judged_by_their_mean() -> None:

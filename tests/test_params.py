@@ -84,11 +84,17 @@ def test_a_family_is_asked_for_no_feature_that_it_does_not_list(
         return registry.choose("attention", problem, hopper, operands).name
 
     assert chosen() == "sm90"
-    families = registry.FAMILIES["attention"]
-    fewer = [family._replace(features=family.features - {"right"}) for family in families]
-    monkeypatch.setitem(registry.FAMILIES, "attention", (*fewer[:-1], families[-1]))
+
+    def without_right(candidate: registry.Candidate) -> registry.Candidate:
+        family = candidate.load()
+        fewer = family._replace(features=family.features - {"right"})
+        return candidate._replace(load=lambda: fewer)
+
+    *others, last = registry.CANDIDATES["attention"]
+    fewer = tuple(without_right(candidate) for candidate in others)
+    monkeypatch.setitem(registry.CANDIDATES, "attention", (*fewer, last))
     assert chosen() == "portable"
-    monkeypatch.setitem(registry.FAMILIES, "attention", tuple(fewer))
+    monkeypatch.setitem(registry.CANDIDATES, "attention", (*fewer, without_right(last)))
     with pytest.raises(NotImplementedError, match=r"^right: no kernel of attention has it"):
         chosen()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -157,6 +159,31 @@ def family_of(
     strides = {"q": (rows * row, row, 256, 2), "k_pages": (page_size * row // 4, row // 4, 256, 2)}
     operands = Operands({**strides, "v_pages": strides["k_pages"], "out": strides["q"]})
     return registry.choose("paged_attention", problem, H200, operands).name
+
+
+def test_a_call_imports_what_it_asks_alone() -> None:
+    """What Python takes to make the classes of other families is most of the first call's time."""
+    program = """
+import sys
+import numpy as np
+from rawattn._call.problem import describe
+from rawattn._kernels import registry
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.target import without_device
+q = np.broadcast_to(np.float16(0), (1, 1024, 16, 64))
+problem, _ = describe(q, q, q, causal=True)
+assert registry.choose("attention", problem, without_device("sm_90a"), Operands()).name == "sm90"
+family = "rawattn._kernels."
+print(*(name.removeprefix(family) for name in sys.modules if name.startswith(family)))
+"""
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = set(run.stdout.split())
+    assert "sm90.forward_steps" in found
+    others = {"portable.backward", "portable.forward", "portable.decode", "sm90.decode"}
+    others |= {"portable.combine", "portable.append", "gathered", "aligned_bias"}
+    assert not others & found
 
 
 def test_which_kernels_read_pages() -> None:

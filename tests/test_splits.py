@@ -12,7 +12,7 @@ from rawattn._call.problem import describe
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import structure
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import decode, forward, splits
+from rawattn._kernels.portable import decode, decode_tiles, forward, splits
 from rawattn._kernels.steps import Tiles
 from rawattn._kernels.target import Target
 from rawattn._strides import contiguous
@@ -134,7 +134,7 @@ def line_of(batch: int, keys: int, heads: int, **options: Any) -> splits.Line:
     q, k = Like(batch, 1, 4 * heads, 128), Like(batch, keys, heads, 128)
     problem, lengths = describe(q, k, k, **options)
     config = decode.choose(problem, H200, Operands())
-    tiles = Tiles("q", config.tile_q, decode.head_tiles(problem, config.heads))
+    tiles = Tiles("q", config.tile_q, decode_tiles.of_heads(problem, config.heads))
     return splits.line(problem, structure(lengths), config, H200, tiles, config.waves)
 
 

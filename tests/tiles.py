@@ -78,7 +78,7 @@ def _shapes(tile: Callable[[Problem, int], str]) -> list[TileShape]:
 def large_tiles() -> Iterator[None]:
     """Make the backward take the tiles for many query rows, however few there are."""
     with (
-        mock.patch.object(portable_backward, "_is_short", return_value=False),
+        mock.patch.object(portable_backward, "is_short", return_value=False),
         nothing_prepared(),
     ):
         yield

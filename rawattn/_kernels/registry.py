@@ -1,25 +1,20 @@
-"""The families of kernels of each verb, the fastest first, and which of them runs a call."""
+"""The families of kernels of each verb, the fastest first, and which of them runs a call.
+
+The modules of a family are imported when a call first asks it: making their classes takes Python longer than the first launch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
-from rawattn._kernels import aligned_bias, gathered
 from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import append, combine
-from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.portable import backward_steps as portable_backward_steps
-from rawattn._kernels.portable import decode as portable_decode
-from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import selection
-from rawattn._kernels.sm90 import decode as sm90_decode
-from rawattn._kernels.sm90 import few_rows, folded
-from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
+from rawattn._kernels.sm90 import few_rows
 from rawattn._kernels.steps import Steps
 from rawattn._kernels.target import Target
 
@@ -46,124 +41,197 @@ class Family(NamedTuple):
     around: bool = False
 
 
-def _gathered(verb: str) -> Family:
-    def steps(
-        problem: Problem, structure: Structure, operands: Operands, target: Target, **more: Any
-    ) -> Steps:
-        call = gathered.by_lengths(problem, operands)
-        family = choose(verb, call.problem, target, call.operands) if call is not None else None
-        # Other families would need an order of the sequences, which depends on lengths that only the GPU counts.
-        if call is None or family is None or family.name != "decode":
-            call = gathered.by_mask(problem, operands)
-            family = choose(verb, call.problem, target, call.operands)
-        inner = family.steps(call.problem, call.structure, call.operands, target, **more)
-        return call.around(inner, target)
-
-    return Family("gathered", gathered.FEATURES, gathered.supports, steps, around=True)
+def _by_all_calls(problem: Problem, target: Target) -> bool:
+    return True
 
 
-def _with_aligned_bias(verb: str) -> Family:
-    def steps(
-        problem: Problem, structure: Structure, operands: Operands, target: Target, **more: Any
-    ) -> Steps:
-        copied = aligned_bias.operands_of(problem, operands)
-        family = choose(verb, problem, target, copied)
-        if family.name == "decode":  # reads a bias as fast where it lies
-            return family.steps(problem, structure, operands, target, **more)
-        inner = family.steps(problem, structure, copied, target, **more)
-        return aligned_bias.around(inner, problem, operands, target)
+class Candidate(NamedTuple):
+    """A family of a verb. load: imports and returns it. asked: whether a call asks it at all, which needs no import."""
 
-    ours = aligned_bias
-    supports = ours.supports_forward if verb == "attention" else ours.supports
-    return Family("aligned_bias", ours.FEATURES, supports, steps, around=True)
+    load: Callable[[], Family]
+    asked: Callable[[Problem, Target], bool] = _by_all_calls
 
 
-def _folded(verb: str) -> Family:
-    def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
-        if folded.is_whole(structure):
-            return folded.steps(problem, structure, operands, target)
-        others = tuple(each for each in FAMILIES[verb] if each.supports is not folded.supports)
-        family = _first(others, verb, problem, target, operands)
-        return family.steps(problem, structure, operands, target)
+def _gathered(verb: str) -> Candidate:
+    @functools.cache
+    def load() -> Family:
+        from rawattn._kernels import gathered
 
-    return Family("sm90", folded.FEATURES, folded.supports, steps)
+        def steps(
+            problem: Problem,
+            structure: Structure,
+            operands: Operands,
+            target: Target,
+            **more: Any,
+        ) -> Steps:
+            call = gathered.by_lengths(problem, operands)
+            family = choose(verb, call.problem, target, call.operands) if call is not None else None
+            # Other families would need an order of the sequences, which depends on lengths that only the GPU counts.
+            if call is None or family is None or family.name != "decode":
+                call = gathered.by_mask(problem, operands)
+                family = choose(verb, call.problem, target, call.operands)
+            inner = family.steps(call.problem, call.structure, call.operands, target, **more)
+            return call.around(inner, target)
+
+        return Family("gathered", gathered.FEATURES, gathered.supports, steps, around=True)
+
+    return Candidate(load, lambda problem, _: problem.mask is not None and problem.mask.kept > 0)
 
 
-_DECODE = Family(
-    "decode", portable_decode.FEATURES, portable_decode.supports, portable_decode.steps
+def _with_aligned_bias(verb: str) -> Candidate:
+    @functools.cache
+    def load() -> Family:
+        from rawattn._kernels import aligned_bias
+
+        def steps(
+            problem: Problem,
+            structure: Structure,
+            operands: Operands,
+            target: Target,
+            **more: Any,
+        ) -> Steps:
+            copied = aligned_bias.operands_of(problem, operands)
+            family = choose(verb, problem, target, copied)
+            if family.name == "decode":  # reads a bias as fast where it lies
+                return family.steps(problem, structure, operands, target, **more)
+            inner = family.steps(problem, structure, copied, target, **more)
+            return aligned_bias.around(inner, problem, operands, target)
+
+        ours = aligned_bias
+        supports = ours.supports_forward if verb == "attention" else ours.supports
+        return Family("aligned_bias", ours.FEATURES, supports, steps, around=True)
+
+    return Candidate(load, lambda problem, _: problem.bias is not None)
+
+
+def _folded(verb: str) -> Candidate:
+    @functools.cache
+    def load() -> Family:
+        from rawattn._kernels.sm90 import folded
+
+        def steps(
+            problem: Problem, structure: Structure, operands: Operands, target: Target
+        ) -> Steps:
+            if folded.is_whole(structure):
+                return folded.steps(problem, structure, operands, target)
+            others = [each for each in CANDIDATES[verb] if each.load is not load]
+            family = _first(others, verb, problem, target, operands)
+            return family.steps(problem, structure, operands, target)
+
+        return Family("sm90", folded.FEATURES, folded.supports, steps)
+
+    return Candidate(load, lambda problem, _: problem.rows_q == 1)
+
+
+@functools.cache
+def _sm90() -> Family:
+    from rawattn._kernels.sm90 import forward, forward_steps
+
+    return Family("sm90", forward.FEATURES, forward.supports, forward_steps.steps)
+
+
+@functools.cache
+def _sm90_decode() -> Family:
+    from rawattn._kernels.sm90 import decode
+
+    return Family("decode", decode.FEATURES, decode.supports, decode.steps)
+
+
+@functools.cache
+def _decode() -> Family:
+    from rawattn._kernels.portable import decode
+
+    return Family("decode", decode.FEATURES, decode.supports, decode.steps)
+
+
+@functools.cache
+def _portable() -> Family:
+    from rawattn._kernels.portable import forward
+
+    return Family("portable", forward.FEATURES, forward.supports, forward.steps)
+
+
+@functools.cache
+def _portable_backward() -> Family:
+    from rawattn._kernels.portable import backward, backward_steps
+
+    return Family("portable", backward.FEATURES, backward.supports, backward_steps.steps)
+
+
+@functools.cache
+def _append() -> Family:
+    from rawattn._kernels.portable import append
+
+    return Family("portable", append.FEATURES, append.supports, append.steps)
+
+
+@functools.cache
+def _combine() -> Family:
+    from rawattn._kernels.portable import combine
+
+    return Family("portable", combine.FEATURES, combine.supports, combine.steps)
+
+
+_FORWARDS = (
+    # Few rows on many keys: decoding is faster than the forward.
+    Candidate(_sm90_decode, few_rows.are_few),
+    Candidate(_decode, few_rows.are_few),
+    Candidate(_sm90),
+    Candidate(_sm90_decode),
+    Candidate(_decode),
+    Candidate(_portable),
 )
-_SM90_DECODE = Family("decode", sm90_decode.FEATURES, sm90_decode.supports, sm90_decode.steps)
 
-# Where these support a call, few rows meet many keys, and they are faster than the forward.
-_SM90_DECODE_FIRST = _SM90_DECODE._replace(supports=few_rows.supports_mapped)
-_DECODE_FIRST = _DECODE._replace(supports=few_rows.supports_portable)
-
-_SM90 = Family("sm90", sm90_forward.FEATURES, sm90_forward.supports, sm90_forward_steps.steps)
-
-FAMILIES = {
+CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "attention": (
         _gathered("attention"),
         _with_aligned_bias("attention"),
         _folded("attention"),
-        _SM90_DECODE_FIRST,
-        _DECODE_FIRST,
-        _SM90,
-        _SM90_DECODE,
-        _DECODE,
-        Family(
-            "portable",
-            portable_forward.FEATURES,
-            portable_forward.supports,
-            portable_forward.steps,
-        ),
+        *_FORWARDS,
     ),
-    "paged_attention": (
-        _folded("paged_attention"),
-        _SM90_DECODE_FIRST,
-        _DECODE_FIRST,
-        _SM90,
-        _SM90_DECODE,
-        _DECODE,
-        Family(
-            "portable",
-            portable_forward.FEATURES,
-            portable_forward.supports,
-            portable_forward.steps,
-        ),
-    ),
-    "append_kv": (Family("portable", append.FEATURES, append.supports, append.steps),),
-    "combine": (Family("portable", combine.FEATURES, combine.supports, combine.steps),),
+    "paged_attention": (_folded("paged_attention"), *_FORWARDS),
+    "append_kv": (Candidate(_append),),
+    "combine": (Candidate(_combine),),
     "attention_backward": (
         _gathered("attention_backward"),
         _with_aligned_bias("attention_backward"),
-        Family(
-            "portable",
-            portable_backward.FEATURES,
-            portable_backward.supports,
-            portable_backward_steps.steps,
-        ),
+        Candidate(_portable_backward),
     ),
 }
 
 
 def choose(verb: str, problem: Problem, target: Target, operands: Operands) -> Family:
     """The first family that supports a call of a verb, of those that the context allows."""
-    return _first(FAMILIES[verb], verb, problem, target, operands)
+    return _first(CANDIDATES[verb], verb, problem, target, operands)
+
+
+def supporting(verb: str, problem: Problem, target: Target, operands: Operands) -> Iterator[Family]:
+    """All families that support a call of a verb."""
+    return _supporting(CANDIDATES[verb], problem, target, operands)
+
+
+def _supporting(
+    candidates: Sequence[Candidate], problem: Problem, target: Target, operands: Operands
+) -> Iterator[Family]:
+    wanted = features(problem).active()
+    for candidate in candidates:
+        if candidate.asked(problem, target):
+            family = candidate.load()
+            if wanted <= family.features and family.supports(problem, target, operands) is None:
+                yield family
 
 
 def _first(
-    families: Sequence[Family], verb: str, problem: Problem, target: Target, operands: Operands
+    candidates: Sequence[Candidate],
+    verb: str,
+    problem: Problem,
+    target: Target,
+    operands: Operands,
 ) -> Family:
-    only = selection().family
-    wanted = features(problem).active()
-    for family in families:
+    only, last = selection().family, candidates[-1].load
+    for family in _supporting(candidates, problem, target, operands):
         # The last family supports every call. It runs even if another was asked for, where that one does not apply.
-        asked = only in (None, family.name) or family.around or family is families[-1]
-        if (
-            asked
-            and wanted <= family.features
-            and family.supports(problem, target, operands) is None
-        ):
+        if only in (None, family.name) or family.around or family == last():
             return family
-    missing = ", ".join(sorted(wanted - families[-1].features))
+    missing = ", ".join(sorted(features(problem).active() - last().features))
     raise NotImplementedError(f"{missing}: no kernel of {verb} has it in this version")

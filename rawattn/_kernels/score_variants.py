@@ -170,10 +170,9 @@ def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int =
             option_strides={name: contiguous(*x) for name, x in of_options.items()},
             alignments=dict.fromkeys(arrays, at),
         )
-        for family in registry.FAMILIES[verb]:
-            if family.supports(problem, target, operands) is None:
-                steps = family.steps(problem, form, operands, target, **flags)
-                found += [step.source for step in steps.launches]
+        for family in registry.supporting(verb, problem, target, operands):
+            steps = family.steps(problem, form, operands, target, **flags)
+            found += [step.source for step in steps.launches]
     return found
 
 

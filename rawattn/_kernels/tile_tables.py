@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rawattn._kernels.selection import selection
 
@@ -21,8 +21,7 @@ DIRECTORY = Path(__file__).with_name("tiles")
 LARGEST = 256  # the head dim that every table must serve
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
+class Schema(NamedTuple):
     """What the file of a kernel must hold: tables of these names, whose rows have these fields."""
 
     tables: tuple[str, ...]

@@ -86,7 +86,8 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         aligned = Operands(strides_of_pages(problem))
         mapped = sm90_decode.supports(problem, target, aligned) is None and copy_bytes == 16
         few = (sm90_decode if mapped else portable_decode).choose(problem, target, operands)
-        if pages is None and few_rows.supports_portable(problem, target, operands) is None:
+        decoded = portable_decode.supports(problem, target, operands) is None
+        if pages is None and decoded and few_rows.are_few(problem, target):
             sources.append(few.source())
         if not (every and dtype == "float16"):
             config = portable_forward.choose(problem, target, operands)

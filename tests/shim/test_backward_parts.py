@@ -11,6 +11,7 @@ import pytest
 import rawattn
 from rawattn import Gradients, ScoreMod, SeqLayout
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import backward_parts
 from tests import exhaustive
 from tests.memory import CANARY
 from tests.shim.device import MakeDevice
@@ -26,7 +27,7 @@ TILES = (32, 32, 2, 1, 2, 1, 1, False)
 @pytest.fixture
 def thrice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key tile has three blocks, and two waves share each row."""
-    monkeypatch.setattr(portable_backward, "parts", lambda *_: 3)
+    monkeypatch.setattr(backward_parts, "parts", lambda *_: 3)
     monkeypatch.setattr(portable_backward, "row_waves", lambda *_: 2)
 
 
@@ -187,8 +188,8 @@ def test_ragged_batches(
 @pytest.fixture
 def sinks_thrice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key tile with sink tokens has three blocks."""
-    monkeypatch.setattr(portable_backward, "parts", lambda *_: 1)
-    monkeypatch.setattr(portable_backward, "parts_of_sinks", lambda *_: 3)
+    monkeypatch.setattr(backward_parts, "parts", lambda *_: 1)
+    monkeypatch.setattr(backward_parts, "parts_of_sinks", lambda *_: 3)
 
 
 # Sink tokens in one or two of three key tiles, and sequences with fewer keys than that.

@@ -10,6 +10,7 @@ import pytest
 
 from rawattn import Gradients, ScoreMod, SeqLayout
 from rawattn._kernels.portable import backward as portable_backward
+from rawattn._kernels.portable import backward_parts
 from tests import exhaustive, hidden_nan
 from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import run_backward, run_forward, small_tiles
@@ -103,7 +104,7 @@ def test_backward_of_shared_key_tiles(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, how: str, where: str
 ) -> None:
     """Several blocks share a key tile, and another kernel adds up their parts."""
-    monkeypatch.setattr(portable_backward, "parts", lambda *_: 3)
+    monkeypatch.setattr(backward_parts, "parts", lambda *_: 3)
     differentiate(machine(), where, IN_BACKWARD[how])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
@@ -17,8 +17,7 @@ ENTRY = "rawattn_align_rows"
 THREADS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedRows:
+class AlignedRows(NamedTuple):
     """The copy of an array: the launch that makes it, its bytes, and its strides in the shape of the array."""
 
     step: Step

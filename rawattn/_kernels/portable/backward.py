@@ -12,7 +12,6 @@ of that walk.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -53,13 +52,6 @@ _SUMMED_ROWS = 240
 # Keys of a tile of the table "short", and of other tables up to the last of _SHORT_DIMS.
 _SHORT_KEYS, _USUAL_KEYS = 64, 128
 
-# The costs that `parts` reckons with, in microseconds of an H200, and rates a microsecond.
-# A turn: constant, and floating-point operations.
-_TURN, _FLOPS_A_MICROSECOND = 0.5, 2.6e6
-# What a block does before and behind its turns: constant, and elements of its key tile.
-_AROUND, _ELEMENTS_A_MICROSECOND = 2.0, 5500
-# The launch that adds up parts: constant, and bytes that it moves.
-_LAUNCH, _BYTES_A_MICROSECOND = 5.0, 2.5e6
 # Rounds of blocks from which on a launch behind main takes less time than code in it (`rewrites`).
 _ROUNDS_WORTH_A_LAUNCH = 6
 # The costs that `delta_rows` reckons with, in microseconds of an H200. What a block of main takes for row_delta: constant, and
@@ -70,9 +62,6 @@ _PREPARE, _PREPARED_BYTES = 3.0, 3.7e6
 _DELTA_ROUNDS = 8
 # Room for row_delta is a power of two, so that few kernels differ by it; the least of them.
 _LEAST_ROOM = 128
-# The most blocks that share a key tile; the fraction of the time without sharing that sharing must stay below; the fraction of
-# a block's equal share of all turns below which walks with sink tokens are not cut.
-_MOST_PARTS, _MAX_TIME_RATIO, _FAIR_SHARE = 64, 0.85, 0.25
 
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
@@ -100,7 +89,7 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     ):
         more |= {"bias_of_keys": True, "bias_chunks": False}
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
-    if _is_short(problem, with_dq, dbias):
+    if is_short(problem, with_dq, dbias):
         small = choice.choose(Config, TILES, problem, target, operands, "short", **more)
         # Small tiles are slower where shared memory holds fewer of their blocks at once.
         if small.shared_bytes <= shared_limit_of(small.blocks_per_sm, target.shared_limit):
@@ -109,7 +98,7 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     return replace(chosen, late_copies=True) if pairs else chosen
 
 
-def _is_short(problem: Problem, with_dq: bool, dbias: int) -> bool:
+def is_short(problem: Problem, with_dq: bool, dbias: int) -> bool:
     """Whether a key tile meets so few query rows that small tiles, of which several blocks run at once, take less time."""
     rows = problem.max_seqlen_q * problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
@@ -174,96 +163,6 @@ def parts_source(problem: Problem, copy_bytes: int, config: Config) -> Source:
     """config: of the main kernel."""
     more = {"kDepth": config.depth, "kSplitSinks": config.split_sinks}
     return _row_source("backward_parts", problem, copy_bytes, more)
-
-
-def parts(problem: Problem, target: Target, config: Config) -> int:
-    """How many blocks share the turns of a key tile's walk: several where there are too few key tiles for all SMs.
-
-    The parts of dk and dv go through memory in float32. The number is that with the shortest estimated time. Masks' lists and
-    lengths are not known here, so all tiles count, and every sequence is as long as the longest one.
-    """
-    if problem.ragged and _is_short(problem, config.with_dq, config.dbias):
-        return 1  # few turns, and those of small tiles are short
-    rows = physical_keys(problem)
-    tiles = problem.batch * -(-problem.max_seqlen_k // config.tile_k)
-    if problem.group:
-        tiles = min(tiles, rows // config.tile_k + problem.batch)
-    # The sums of parts include padding rows.
-    tiles = max(tiles, -(-rows // config.tile_k)) * problem.nheads_kv
-    turns, alike = _turns(problem, config)
-    longest = _turns_of_sinks(problem, config) if problem.sink else turns
-    slots = target.multiprocessors * config.blocks_per_sm
-    traffic = 16 * tiles * config.tile_k * config.depth / _BYTES_A_MICROSECOND
-    around = _around(config)
-
-    def time(count: int) -> float:
-        blocks = tiles * count
-        turn = _turn(config, min(config.blocks_per_sm, -(-blocks // target.multiprocessors)))
-        time = around + -(-turns // count) * turn
-        if alike:
-            time *= -(-blocks // slots)
-            if count > 1:  # with one, `parts_of_sinks` may cut the walks with sink tokens
-                time = max(time, around + -(-longest // count) * turn)
-        else:  # all query tiles meet the first key tiles, which start first, and few meet the last ones
-            time = max(time, (blocks * around + tiles * turns * turn / 2) / slots)
-        return time + (_LAUNCH + count * traffic if count > 1 else 0)
-
-    counts = range(1, max(1, min(_MOST_PARTS, turns)) + 1)
-    best = min(counts, key=time)
-    return best if time(best) < _MAX_TIME_RATIO * time(1) else 1
-
-
-def parts_of_sinks(problem: Problem, target: Target, config: Config) -> int:
-    """How many blocks share the turns of a key tile with sink tokens, where other key tiles meet only a window's queries.
-
-    As many as leave no part longer than the walk of another key tile, or than `_FAIR_SHARE` of a block's equal share of all
-    turns. Long parts would delay the end, because those of the last heads begin late.
-    """
-    turns, alike = _turns(problem, config)
-    if problem.window_left is None or not alike:
-        return 1
-    if min(problem.sink, problem.max_seqlen_k, turns) == 0:
-        return 1
-    long = _turns_of_sinks(problem, config)
-    heads = problem.batch * problem.nheads_kv
-    sinks = sink_rows(problem, config) // config.tile_k
-    tiles = -(-problem.max_seqlen_k // config.tile_k)
-    slots = target.multiprocessors * config.blocks_per_sm
-    fair = heads * (sinks * long + max(0, tiles - sinks) * turns) / slots
-    count = min(_MOST_PARTS, math.ceil(long / max(turns, _FAIR_SHARE * fair)))
-    saved = (long - long / count) * _turn(config, config.blocks_per_sm)
-    return count if count > 1 and saved > 2 * _LAUNCH else 1
-
-
-def sink_rows(problem: Problem, config: Config) -> int:
-    """The number of keys in the key tiles of a sequence that have sink tokens."""
-    return round_up(min(problem.sink, problem.max_seqlen_k), config.tile_k)
-
-
-def _turns(problem: Problem, config: Config) -> tuple[int, bool]:
-    """The most turns of a key tile without sink tokens, and whether key tiles have about equally many turns."""
-    left, right = problem.window_left, problem.window_right
-    rows = problem.max_seqlen_q
-    if left is not None and right is not None and config.tile_k + left + right < rows:
-        return (-(-(config.tile_k + left + right) // config.tile_q) + 1) * problem.group_heads, True
-    # Otherwise key tiles are unlike if there is a right limit: few queries see the last ones.
-    return -(-rows // config.tile_q) * problem.group_heads, right is None
-
-
-def _turns_of_sinks(problem: Problem, config: Config) -> int:
-    """The turns of a key tile with sink tokens."""
-    return -(-problem.max_seqlen_q // config.tile_q) * problem.group_heads
-
-
-def _turn(config: Config, together: int) -> float:
-    """Microseconds of a turn where an SM runs `together` blocks at once."""
-    flops = 10 * config.tile_q * config.tile_k * config.depth
-    return _TURN + together * flops / _FLOPS_A_MICROSECOND
-
-
-def _around(config: Config) -> float:
-    """Microseconds that a block takes before and behind its turns."""
-    return _AROUND + config.tile_k * config.depth / _ELEMENTS_A_MICROSECOND
 
 
 def physical_queries(problem: Problem) -> int:

@@ -47,8 +47,8 @@ class Config(Features):
     bias_of_keys: bool = False  # the bias has one row, for all queries
     dbias: int = 0  # see backward_options.by_main
     pairs: bool = False  # heads come in pairs, see backward_options.in_pairs
-    split: bool = False  # several blocks share a key tile, see `backward.parts`
-    split_sinks: bool = False  # only tiles with sink tokens, see `backward.parts_of_sinks`
+    split: bool = False  # several blocks share a key tile, see `backward_parts.parts`
+    split_sinks: bool = False  # only tiles with sink tokens, see `backward_parts.parts_of_sinks`
     one_key_tile: bool = False  # see `backward.has_one_key_tile`
     rewrites: bool = False  # main computes NaN of hidden keys again, see `backward.rewrites`
     delta_rows: int = 0  # room for row_delta that main computes, see `backward.delta_rows`

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,13 +43,13 @@ def section_queries(
     least = -(-heads // sections)
     together = _heads_together(
         *(least, heads, problem.batch),
-        _turns(problem, config, rows_q, rows_k, parts),
+        turns_of_blocks(problem, config, rows_q, rows_k, parts),
         target.multiprocessors * config.blocks_per_sm,
     )
     return fitting if together == least else heads * rows_q // -(-heads // together) + 1
 
 
-def _turns(
+def turns_of_blocks(
     problem: Problem, config: Config, rows_q: int, rows_k: int, parts: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each key tile, how many query tiles each of its blocks meets, over all heads of the group."""
@@ -60,7 +61,7 @@ def _turns(
         first, last = 0, rows_q - 1
         if problem.window_right is not None:
             first = max(first, first_key - offset - problem.window_right)
-        if problem.window_left is not None:
+        if problem.window_left is not None and first_key >= problem.sink:
             last = min(last, last_key - offset + problem.window_left)
         tiles = last // config.tile_q - first // config.tile_q + 1 if first <= last else 0
         turns = tiles * group
@@ -76,7 +77,7 @@ def _heads_together(
 ) -> int:
     """Kv heads of a section: the fewest, from `least` on, with which all blocks end within `_WORTH_IT` of the earliest end.
 
-    turns: as `_turns` says. slots: blocks that run at once.
+    turns: as `turns_of_blocks` says. slots: blocks that run at once.
     """
     blocks = sum(map(len, turns)) * heads
     if least == heads or not 0 < blocks <= _ROUNDS * slots:
@@ -85,20 +86,28 @@ def _heads_together(
     batch = min(batch, -(-_ROUNDS * slots // blocks))
     # A number of sections is as even as can be, so only these sizes differ.
     sizes = sorted({-(-heads // count) for count in range(1, -(-heads // least) + 1)})
-    ends = {size: _end(size, heads, batch, turns, slots) for size in sizes}
+    ends = {size: end(size, heads, (turns,) * batch, slots, _AROUND) for size in sizes}
     good = min(ends.values()) / (1 - _WORTH_IT)
     return next(size for size in sizes if ends[size] <= good)
 
 
-def _end(
-    together: int, heads: int, batch: int, turns: tuple[tuple[int, ...], ...], slots: int
-) -> int:
-    """When the last block ends, if each block starts in the slot that becomes free first."""
-    free = [0] * slots
-    for _ in range(batch):
+def end(
+    together: int,
+    heads: int,
+    sequences: Iterable[tuple[tuple[int, ...], ...]],
+    slots: int,
+    around: float,
+) -> float:
+    """When the last block ends, in turns, if each block starts in the slot that becomes free first.
+
+    together: kv heads of a section. sequences: of each in turn, what `turns_of_blocks` says. slots: blocks that run at once.
+    around: the time of a block before its first turn and behind its last one, in turns.
+    """
+    free: list[float] = [0] * slots
+    for turns in sequences:
         for first in range(0, heads, together):
             for counts in turns:
                 for _ in range(min(together, heads - first)):
                     for count in counts:
-                        heapq.heapreplace(free, free[0] + _AROUND + count)
+                        heapq.heapreplace(free, free[0] + around + count)
     return max(free)

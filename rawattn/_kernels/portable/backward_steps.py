@@ -13,6 +13,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import (
     backward,
     backward_options,
+    backward_parts,
     backward_sections,
     fill_padding,
     mask_tiles,
@@ -35,8 +36,8 @@ def steps(
     """The launches of a call."""
     _refuse(problem)
     config = backward.choose(problem, target, operands, with_dq=not deterministic)
-    shared_by = backward.parts(problem, target, config)
-    of_sinks = backward.parts_of_sinks(problem, target, config) if shared_by == 1 else 1
+    shared_by = backward_parts.parts(problem, target, config)
+    of_sinks = backward_parts.parts_of_sinks(problem, target, config) if shared_by == 1 else 1
     one_key_tile = backward.has_one_key_tile(problem, config)
     config = replace(
         config,
@@ -49,12 +50,14 @@ def steps(
     )
     values = {**attention_params.backward(problem, structure, operands), **options.values}
     values["parts"] = max(shared_by, of_sinks)
-    values["sink_rows"] = backward.sink_rows(problem, config) if of_sinks > 1 else 0
+    values["sink_rows"] = backward_parts.sink_rows(problem, config) if of_sinks > 1 else 0
     query_waves, key_waves = (backward.row_waves(problem, target, of) for of in ("q", "k"))
     values["query_row_shift"] = query_waves.bit_length() - 1
     values["key_row_shift"] = key_waves.bit_length() - 1
+    # Shared tiles of sink tokens come before all sections.
+    in_sections = replace(problem, sink=0) if of_sinks > 1 else problem
     values["section_queries"] = backward_sections.section_queries(
-        problem, target, config, values["section_queries"], shared_by
+        in_sections, target, config, values["section_queries"], shared_by
     )
     masks = mask_tiles.of_inner(problem, structure, operands, values, target)
     filled = structs.fill(params.BACKWARD, values)

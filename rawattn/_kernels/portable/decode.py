@@ -14,7 +14,14 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import attention_params, features, params, score_params, structs
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import choice, forward, mask_tiles, splits
+from rawattn._kernels.portable import (
+    choice,
+    decode_tiles,
+    fill_padding,
+    forward,
+    mask_tiles,
+    splits,
+)
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
@@ -29,15 +36,11 @@ FEATURES = features.names() - {"dropout"}
 # the keys once for each head.
 MOST_ROWS = 128
 _HEADS_OF_TILE = 4
-# Rows of a query tile; wide tiles have twice as many.
-TILE_ROWS = 16
 # The bound of a call's scores: an int counts the units of a line, which have at least 16 keys each.
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of the offset of a row of a page
 # Bytes of shared memory besides tiles: descriptions of the query tiles that a block shares, a flag, room for cutting the line.
 _KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 128
-# The largest headdim_v for wide tiles: of more columns the output of 32 rows does not fit registers.
-WIDE_TILE_HEADDIM = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     """Why a call is not for this kernel, else None."""
     group = problem.group_heads
     rows = problem.max_seqlen_q * group
-    if rows > MOST_ROWS and query_tiles_sharing_keys(problem) * _HEADS_OF_TILE > group:
+    if rows > MOST_ROWS and decode_tiles.sharing_keys(problem) * _HEADS_OF_TILE > group:
         return f"{rows} query rows share keys, more than {MOST_ROWS}"
     if (
         problem.batch * problem.nheads_q * problem.max_seqlen_q * problem.max_seqlen_k
@@ -152,7 +155,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
     table = "16bit"
     if problem.float8:
-        table = "wide_8bit" if wide(problem) else "8bit"
+        table = "wide_8bit" if decode_tiles.wide(problem) else "8bit"
     config = choose_tiles(Config, TILES, table, problem, target, operands)
     return replace(
         config,
@@ -161,31 +164,6 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
 
 
 _C = TypeVar("_C", bound=Config)
-
-
-def wide(problem: Problem) -> bool:
-    """Whether tiles have 32 rows."""
-    rows = problem.max_seqlen_q * problem.group_heads
-    return rows > TILE_ROWS and problem.headdim_v <= WIDE_TILE_HEADDIM
-
-
-def query_tiles_sharing_keys(problem: Problem) -> int:
-    """The number of query tiles that share keys. Each reads them all."""
-    _, heads, queries = _tile(problem)
-    return -(-problem.max_seqlen_q // queries) * -(-problem.group_heads // heads)
-
-
-def head_tiles(problem: Problem, heads: int) -> int:
-    """The number of query tiles that one query of all heads takes, in tiles of `heads` heads."""
-    return problem.nheads_kv * -(-problem.group_heads // heads)
-
-
-def _tile(problem: Problem) -> tuple[int, int, int]:
-    """Rows, heads and queries of a tile. Where a GQA group has more heads than a tile has rows, tiles share them evenly."""
-    group = problem.group_heads
-    rows = 2 * TILE_ROWS if wide(problem) else TILE_ROWS
-    heads = -(-group // -(-group // rows))
-    return rows, heads, 1 if problem.max_seqlen_q <= 1 else rows // heads
 
 
 def choose_tiles(
@@ -200,7 +178,7 @@ def choose_tiles(
 
     tiles: the file of the tile tables. table: the table for 16-bit queries; float32 has its own.
     """
-    tile_rows, heads, tile_q = _tile(problem)
+    tile_rows, heads, tile_q = decode_tiles.shape(problem)
     chosen = choice.choose(
         config,
         tiles,
@@ -250,7 +228,7 @@ def launches(
     keys = dict(zip("kv", attention_params.KEYS[config.paged], strict=True))
     if config.paged:
         structure = attention_params.without_pages(structure)
-    tiles = Tiles("q", config.tile_q, head_tiles(problem, config.heads))
+    tiles = Tiles("q", config.tile_q, decode_tiles.of_heads(problem, config.heads))
     line = splits.line(problem, structure, config, target, tiles, config.waves)
     main = Step(
         source=config.source(),
@@ -268,7 +246,7 @@ def launches(
         maps=maps,
         early=config.EARLY,
     )
-    padding = forward.padding(problem, structure, operands)
+    padding = fill_padding.of_results(problem, structure, operands)
     scratch = splits.affordable(problem, target, line.scratch(config.partial_bytes))
     return Steps(
         (*masks.steps, main),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import SideStructure, Structure
-from rawattn._kernels.operands import ITEMSIZE
+from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.steps import SubTask, side_fields, side_names
 
 _BLOCKS = 256  # enough to fill any GPU
@@ -63,3 +63,13 @@ def sub_task(
     """
     side = structure.side(of)
     return SubTask(fields(problem, side, shape, strides), side_names("side", side, of), filled)
+
+
+def of_results(problem: Problem, structure: Structure, operands: Operands) -> tuple[SubTask, ...]:
+    """Parts that fill the padding rows of out and lse, where those are the library's own arrays."""
+    ours = {name: name for name in operands.library_owned & {"out", "lse"}}
+    if not ours or not structure.q.padded or not problem.rows_q:
+        return ()
+    strides = operands.elements(problem, "out")
+    shape = problem.nheads_q, problem.headdim_v
+    return (sub_task(problem, structure, "q", shape, strides, ours),)

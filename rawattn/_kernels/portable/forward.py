@@ -168,17 +168,7 @@ def of_query_tiles(
     )
     partials = splits.affordable(problem, target, pieces.scratch(waves * config.partial_bytes))
     scratch = {**masks.scratch, **partials}
-    paddings = padding(problem, structure, operands)
+    paddings = fill_padding.of_results(problem, structure, operands)
     launches = (*masks.steps, main)
     counters = pieces.counters()
     return Steps(launches, config, schedules, paddings, orders, scratch, counters, masks.lists)
-
-
-def padding(problem: Problem, structure: Structure, operands: Operands) -> tuple[SubTask, ...]:
-    """Parts that fill the padding rows of out and lse, where those are the library's own arrays."""
-    ours = {name: name for name in operands.library_owned & {"out", "lse"}}
-    if not ours or not structure.q.padded or not problem.rows_q:
-        return ()
-    strides = operands.elements(problem, "out")
-    shape = problem.nheads_q, problem.headdim_v
-    return (fill_padding.sub_task(problem, structure, "q", shape, strides, ours),)

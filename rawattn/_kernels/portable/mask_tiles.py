@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
@@ -23,8 +23,7 @@ MAX_HEADS = 2**20  # the division of kernels_cu/attn/mask_bits.cuh is exact belo
 _ORDER_BYTES = 1536  # of shared memory that a wave needs to order lists
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(NamedTuple):
     """The constants of the kernel. of_keys: it lists the query tiles of key tiles. ordered: it orders lists by length, too."""
 
     left: bool

@@ -10,7 +10,7 @@ from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import decode
+from rawattn._kernels.portable import decode, decode_tiles
 from rawattn._kernels.sm90 import forward, forward_steps, tma
 from rawattn._kernels.source import round_up
 from rawattn._kernels.steps import Steps
@@ -94,7 +94,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     def chosen(table: str) -> Config:
         return decode.choose_tiles(Config, TILES, table, problem, target, operands)
 
-    wide = decode.wide(problem)
+    wide = decode_tiles.wide(problem)
     if problem.float8:
         config = chosen("wide_8bit" if wide else "8bit")
     elif wide:
@@ -104,7 +104,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         config = chosen("long")
     else:
         config = chosen("any")
-        streams = problem.batch * decode.head_tiles(problem, config.heads)
+        streams = problem.batch * decode_tiles.of_heads(problem, config.heads)
         most = _SHORT_TURNS * config.tile_k * config.waves
         if streams <= _SHORT_BLOCKS * target.multiprocessors:
             most = max(most, _SHORT_KEYS)

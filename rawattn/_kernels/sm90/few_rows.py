@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rawattn._call.problem import Problem
-from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import decode as portable_decode
-from rawattn._kernels.portable.decode import TILE_ROWS, WIDE_TILE_HEADDIM
-from rawattn._kernels.sm90 import decode, forward
+from rawattn._kernels.portable import decode_tiles
+from rawattn._kernels.portable.decode_tiles import TILE_ROWS, WIDE_TILE_HEADDIM
+from rawattn._kernels.sm90 import forward
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
 
@@ -55,23 +54,8 @@ _WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048,
 _FORWARD_ROWS = 128
 
 
-def supports_mapped(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Why a call is not for Hopper's decoding kernel, else None."""
-    return _many(problem, target) or decode.supports(problem, target, operands)
-
-
-def supports_portable(problem: Problem, target: Target, operands: Operands) -> str | None:
-    """Why a call is not for the portable decoding kernel, else None. That kernel serves where TMA cannot bring the keys."""
-    return _many(problem, target) or portable_decode.supports(problem, target, operands)
-
-
-def _many(problem: Problem, target: Target) -> str | None:
-    return (
-        None if _are_few(problem, target) else "it has too many rows for the keys that they share"
-    )
-
-
-def _are_few(problem: Problem, target: Target) -> bool:
+def are_few(problem: Problem, target: Target) -> bool:
+    """Whether a call has so few rows for the keys which they share that decoding's kernels are asked before the forward."""
     # The forward reads such a mask's bools itself. For decoding an earlier launch makes bits of them.
     if forward.masks_keys(problem):
         if problem.max_seqlen_k < _LEAST_MASKED:
@@ -82,10 +66,7 @@ def _are_few(problem: Problem, target: Target) -> bool:
     # For pages and masks the forward needs launches before it, and what changes scores takes it longer than decoding.
     listed = problem.pages is not None or problem.mask is not None
     forward_has_more_work = listed or _changes_scores(problem)
-    tiles, forward_tiles = (
-        portable_decode.query_tiles_sharing_keys(problem),
-        _forward_tiles(problem),
-    )
+    tiles, forward_tiles = decode_tiles.sharing_keys(problem), _forward_tiles(problem)
     if not listed and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
         return False
     if rows <= TILE_ROWS or tiles < forward_tiles:

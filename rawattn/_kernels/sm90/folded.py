@@ -14,7 +14,7 @@ from rawattn._call.binding import bind
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import decode
+from rawattn._kernels.portable import decode_tiles
 from rawattn._kernels.sm90 import forward, forward_steps, tma
 from rawattn._kernels.steps import Steps
 from rawattn._kernels.target import Target
@@ -31,7 +31,7 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
         return "a sequence has other than one query"
     if problem.num_splits is not None:
         return "the splits of its keys are given"
-    if decode.query_tiles_sharing_keys(problem) == 1:
+    if decode_tiles.sharing_keys(problem) == 1:
         return "a tile of decoding's kernel has all rows that share keys"
     if problem.batch * problem.nheads_kv < _BUSY * target.multiprocessors:
         return "decoding's kernel shares few sequences out at less cost"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
@@ -11,7 +12,6 @@ from rawattn._kernels import attention_params, params, score_params, structs
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import align_rows, fill_padding, mask_tiles, schedule
-from rawattn._kernels.portable.forward import padding
 from rawattn._kernels.sm90 import bias_slots, forward, time_estimate, tma
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED, STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Step, Steps, SubTask, Tiles, patches
@@ -100,7 +100,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         addresses["forward__order"] = "order"
     of_padding: list[tuple[int, str]] = []
     fills: list[tuple[int, str]] = []
-    for part in padding(problem, structure, operands):
+    for part in fill_padding.of_results(problem, structure, operands):
         values |= part.prefixed("padding")
         of_padding += part.patches(params.SM90_FORWARD, "padding")
         fills += part.filled(params.SM90_FORWARD, "padding")
@@ -165,8 +165,7 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
     return 0 if kept < _LEAST_KEPT else min(tiles, math.ceil(kept))
 
 
-@dataclass(frozen=True, slots=True)
-class StreamK:
+class StreamK(NamedTuple):
     """How the keys of the last query tiles are split. kernels_cu/attn/schedule/stream_k.cuh defines line, piece and unit.
 
     Tiles of ragged batches are counted on the GPU. There all numbers are upper bounds, and `piece` and `units` are unused.

@@ -12,7 +12,6 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 from rawattn._call.problem import Problem
@@ -171,7 +170,7 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
     sharing = 0.0
     idle = 0 < every <= workers and not splits_by_length(problem)
     if idle and not least:
-        reading = sum(_reading(part, every, Fraction(1)) for part in work.parts) / multiprocessors
+        reading = sum(_reading(part, every, every) for part in work.parts) / multiprocessors
         return work.wait + max(tiles[0][0], reading)
     if least and splits_by_length(problem):
         fair = work.time / workers
@@ -247,13 +246,13 @@ def _of_pieces(
     begin = _of_headdim(_BEGIN_KEYS, problem)[consumers]
     # A piece that begins in one query tile and ends in the next is two items.
     uneven = pieces % tiles > 0
-    of_tile, items = Fraction(pieces, tiles), pieces + uneven * (tiles - 1)
+    items = pieces + uneven * (tiles - 1)
     products = pace * -(-tiles * keys // pieces) * tile_k
     reading = 0.0
     if all_of_them:
-        reading = _reading(problem, tiles, of_tile) / workers
+        reading = _reading(problem, tiles, pieces) / workers
     merging = (
-        ITEM_MERGE_COST_KEYS * (float(of_tile) + 1) + _PARTIAL_TRAFFIC_KEYS * consumers * items
+        ITEM_MERGE_COST_KEYS * (pieces / tiles + 1) + _PARTIAL_TRAFFIC_KEYS * consumers * items
     )
     busy: float = (products**_OVERLAP_EXPONENT + reading**_OVERLAP_EXPONENT) ** (
         1 / _OVERLAP_EXPONENT
@@ -261,8 +260,8 @@ def _of_pieces(
     return busy + begin * (1 + uneven) + _PIECE_COST_KEYS + merging
 
 
-def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
-    """The time to read keys and values from DRAM, if one SM did it all. pieces: of a query tile.
+def _reading(problem: Problem, tiles: int, pieces: int) -> float:
+    """The time to read keys and values from DRAM, if one SM did it all. pieces: of all query tiles.
 
     Tiles with the same keys read them from DRAM once, together. If their pieces begin at different keys, so far apart that the
     keys between do not fit the L2 cache, each reads them for itself.
@@ -270,10 +269,11 @@ def _reading(problem: Problem, tiles: int, pieces: Fraction) -> float:
     keys, streams = fewest_and_most_keys(problem)[1], problem.batch * problem.nheads_kv
     together = tiles / streams
     key_bytes = (problem.headdim + problem.headdim_v) * (1 if problem.float8 else 2)
-    apart = min(1.0, float(abs(pieces - round(pieces))) * (together - 1)) * keys
-    times = (
-        1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, pieces.denominator)
-    )
+    # Pieces of a query tile begin `uneven` from a whole number of pieces, at `beginnings` different keys.
+    rest = pieces % tiles
+    uneven, beginnings = min(rest, tiles - rest) / tiles, tiles // math.gcd(pieces, tiles)
+    apart = min(1.0, uneven * (together - 1)) * keys
+    times = 1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, beginnings)
     pace: float = _of_headdim(_DRAM_TIMES, problem)
     return keys * streams * times * pace / (2 if problem.float8 else 1)
 
