@@ -47,6 +47,20 @@ def fresh_process(code: str, *arguments: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.parametrize("last", ["kept = program(x)", "program(x)", "kept = program(x); 1 / 0"])
+def test_python_ends_while_a_program_runs(last: str) -> None:
+    """Its results are not waited for, or even dropped."""
+    code = f"""
+import jax, jax.numpy as jnp, rawattn.jax
+x = jnp.ones((1, 256, 8, 64))
+program = jax.jit(jax.grad(lambda x: rawattn.jax.attention(x, x, x).sum()))
+{last}
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == int("1 / 0" in last), result.stderr
+
+
 def test_the_program_calls_the_handler_and_nothing_on_the_host() -> None:
     q = arrays(1, 9, 2, 16)[0]
     program = jax.jit(jax.grad(lambda q: jax_calls.causal(q, q, q).sum())).lower(q).as_text()

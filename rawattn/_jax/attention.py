@@ -24,7 +24,7 @@ from rawattn._call.problem import Problem, describe
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._interop import xla
 from rawattn._interop.xla import is_traced
-from rawattn._jax import launch
+from rawattn._jax import at_exit, launch
 from rawattn._jax.arrays import (
     INT64,
     Form,
@@ -334,8 +334,13 @@ def _unfold_result(result: Any, size: int, shape: tuple[int, ...]) -> Any:
     return result.reshape(size, -1, *result.shape[1:]).sum(1).reshape(size, *shape)
 
 
+def _run_on_cpu(call: xla.Call) -> None:
+    with at_exit.running():
+        launch.cpu(call)
+
+
 # XLA may call these for the life of the process, so they are never freed.
-_HANDLERS = {"cpu": xla.handler(launch.cpu), "CUDA": xla.handler(launch.cuda)}
+_HANDLERS = {"cpu": xla.handler(_run_on_cpu), "CUDA": xla.handler(launch.cuda)}
 for _platform, _handler in _HANDLERS.items():
     for _target in _TARGETS.values():
         jax.ffi.register_ffi_target(_target, jax.ffi.pycapsule(_handler), platform=_platform)
