@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tracemalloc
 from typing import Any
@@ -239,3 +240,15 @@ def test_memory_is_a_few_tiles(option: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < (16 << 20) * threads.available_threads()
+
+
+def test_the_gradient_of_one_number_is_written_to_an_array_without_axes() -> None:
+    q = np.random.default_rng(0).standard_normal((1, 5, 2, 8), np.float32)
+    bias, into = np.array(0.5, np.float32), np.full((), np.nan, np.float32)
+    out, lse = rawattn.attention(q, q, q, bias=bias, return_lse=True, backend="cpu")
+    call = functools.partial(
+        rawattn.attention_backward, q, q, q, q, out, lse, bias=bias, backend="cpu"
+    )
+    found = call(into=Gradients(dbias=into))
+    assert found.dbias is into
+    np.testing.assert_array_equal(into, call().dbias)

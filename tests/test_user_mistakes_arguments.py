@@ -22,6 +22,26 @@ ARGUMENTS = [
         TypeError,
         "rawattn.attention: got 4 arguments by position, expected 3: q, k, v; name the others: seqs, causal, ...mask, ",
     ),
+    Mistake(
+        "attention(q, k, v, alibi_slopes=np.ones((4, 2), np.float32))",
+        ValueError,
+        "alibi_slopes: got shape (4, 2), expected...or (batch, nheads_q) = (2, 4); pass alibi_slopes.T",
+    ),
+    Mistake(
+        "attention(q, k, v, backend=q)",
+        TypeError,
+        "backend: got a ndarray of shape (2, 5, 4, 8); accepted are 'cuda', 'cpu' and None",
+    ),
+    Mistake(
+        "paged_attention(q, k, v, np.zeros((2, 1), np.int32), seqlen_k=[3, 3], validate=q)",
+        TypeError,
+        "validate: got a ndarray of shape (2, 5, 4, 8), expected a bool",
+    ),
+    Mistake(
+        "rawattn.reference.paged_attention(q, k[0, 0, 0], v, np.zeros((2, 1), np.int32), seqlen_k=[3, 3])",
+        ValueError,
+        "k_pages: got shape (8,), expected (num_pages, page_size, nheads_kv, D)",
+    ),
     Mistake("attention((q, k, v))", TypeError, "k: rawattn.attention got none...write *qkv"),
     Mistake(
         "attention(np.stack([q, q, q], 2))",

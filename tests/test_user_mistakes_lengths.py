@@ -8,6 +8,11 @@ from tests.mistakes import Mistake, check, names
 
 LENGTHS = [
     Mistake(
+        "SeqLayout.from_lengths([2**62, 2**62])",
+        ValueError,
+        "lengths_q: got lengths whose sum is 2**62 or more, expected fewer rows",
+    ),
+    Mistake(
         "SeqLayout.from_lengths(n for n in (3, 2))",
         TypeError,
         "lengths_q: got generator; accepted are int32 and int64 arrays and lists of int; pass a list, list(lengths_q)",

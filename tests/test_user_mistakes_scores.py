@@ -30,6 +30,22 @@ CALLS = [
         "the predicate reads as 'mask' is captured by another name",
     ),
     Mistake(
+        "rawattn.block_mask(mask_mod=len, B=1, Q_LEN=6)",
+        TypeError,
+        "block_mask: expected one of mask, predicate and ranges, got none of them; mask_mod= is no argument, write "
+        "predicate=; B= is no argument, write batch=; Q_LEN= is no argument, write seqlen_q=",
+    ),
+    Mistake(
+        "ScoreMod('score + t[head]', t=np.ones(4, np.float32), wrt=[['t']])",
+        TypeError,
+        "wrt: got [['t']] (list), expected names of captured arrays",
+    ),
+    Mistake(
+        "ScoreMod('score', language=np.zeros(2))",
+        TypeError,
+        "language: got a ndarray of shape (2,), expected 'expression' or 'cuda'",
+    ),
+    Mistake(
         "ScoreMod('score + t[head]', t=np.ones(4, np.uint8))",
         TypeError,
         "t: got dtype uint8; accepted are float16, ...; convert it, as by t.astype(np.int32)",

@@ -32,7 +32,7 @@ def check_out(
     if 0 in shape:
         return
     itemsize, strides, address = dtype.itemsize, out.strides, _address(out)
-    if shape[-1] > 1 and strides[-1] != itemsize:
+    if shape and shape[-1] > 1 and strides[-1] != itemsize:
         raise ValueError(
             f"{name}: got a last-axis stride of {strides[-1]} bytes, expected {itemsize}, one "
             "element; only other axes may be transposed or sliced"

@@ -24,6 +24,7 @@ _DTYPES = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 _INT = {int}
 # Up to so many integers, loops over a Python list find their maximum and check their order faster than NumPy does.
 FEW = 64
+_TOO_MANY_ROWS = 2**62
 LAST_POSITION = 2**30  # kLastPosition in kernels_cu/attn/sequence.cuh
 
 _RIGHT = (
@@ -203,6 +204,10 @@ def starts_from_lengths(name: str, value: Any) -> Any:
         lengths = read(name, value)
         if isinstance(lengths, np.ndarray):
             most_of(name, lengths)
+            if lengths.sum(dtype=np.float64) >= _TOO_MANY_ROWS:
+                raise ValueError(
+                    f"{name}: got lengths whose sum is 2**62 or more, expected fewer rows"
+                )
             starts = np.zeros(lengths.size + 1, np.int64)
             np.cumsum(lengths, out=starts[1:])
             return starts

@@ -283,7 +283,8 @@ def backend(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in ("cuda", "cpu")):
         return value
     error = ValueError if isinstance(value, str) else TypeError
-    raise error(f"backend: got {value!r}; accepted are 'cuda', 'cpu' and None")
+    shown = for_message(value) if hasattr(value, "__dlpack__") else reprlib.repr(value)
+    raise error(f"backend: got {shown}; accepted are 'cuda', 'cpu' and None")
 
 
 def flag(name: str, value: Any) -> bool:

@@ -100,7 +100,10 @@ def _alibi_slopes(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> Ar
 
 def _slopes_advice(shape: tuple[int, ...], expected: tuple[tuple[int, ...], ...]) -> str:
     for wanted in expected:
-        if np.prod(shape) == np.prod(wanted):
+        if shape == wanted[::-1]:
+            return "pass alibi_slopes.T"
+        # Only where it leaves the order of heads and sequences as it is.
+        if [n for n in shape if n > 1] == [n for n in wanted if n > 1]:
             return f"pass alibi_slopes.reshape{wanted}"
     return "pass a slope for each query head, none for a head of the keys"
 

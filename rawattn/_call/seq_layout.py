@@ -72,7 +72,7 @@ class SeqLayout:
         0). If either is given, query i stands at ``position_q[b] + i`` and key j at ``position_k[b] + j``. The
         diagonal of `causal`, `window` and ALiBi, `sink`, and `q_idx` and `kv_idx` of a `ScoreMod` are then those
         of the longer sequence, and `align` does not count. Biases and masks are still indexed by the rows that a
-        call has. `combine` merges the results of calls that have parts of the keys.
+        call has. `combine` merges the results of calls that have parts of the keys. Pages and dropout take no positions.
 
     See `from_lengths` for a packed batch of known lengths, `from_padding_mask` for a padded one.
 

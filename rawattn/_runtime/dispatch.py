@@ -41,6 +41,8 @@ def run(
     targets: the caller's arrays to write, None for an output that the library allocates. values: numbers for the kernels.
     memo: that of the call's mask. It is used only if no array has to be moved.
     """
+    if backend is not None:
+        _options.backend(backend)
     framework = arrays.framework_of(inputs[verb.lead_index])
     native = native_of(framework) if backend is None or backend == "cuda" else None
     read = None if native is None else native.read((*inputs, *targets), verb.required_count)
@@ -92,7 +94,6 @@ def _imported(
     values: tuple[int, ...],
 ) -> Sequence[Any]:
     """`run` on imported views of the arrays, which may be of several frameworks, on the host or on a GPU."""
-    _options.backend(backend)
     refuse_gradients(verb, options, inputs, targets)
     with arrays.on_stream_of(inputs[verb.lead_index], framework) as stream:
         views, device = _views(verb, inputs, targets, options, stream)

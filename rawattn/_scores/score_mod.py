@@ -93,8 +93,8 @@ class ScoreMod:
         wrt: str | Iterable[str] = (),
         **captured: Any,
     ) -> None:
-        if language not in LANGUAGES:
-            given: Any = language
+        given: Any = language
+        if not isinstance(given, str) or given not in LANGUAGES:
             error = ValueError if isinstance(given, str) else TypeError
             raise error(f"language: got {for_message(language)}, expected 'expression' or 'cuda'")
         forward = _text("score_mod", forward)
@@ -371,9 +371,10 @@ def _with_attributes(name: str, value: Any) -> Any:
 
 
 def _wrt(given: Any, found: _Captured, language: str) -> tuple[str, ...]:
-    if not isinstance(given, Iterable):
+    listed = isinstance(given, Iterable) and not hasattr(given, "__dlpack__")
+    names = (given,) if isinstance(given, str) else tuple(given) if listed else ()
+    if not (isinstance(given, str) or listed) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"wrt: got {for_message(given)}, expected names of captured arrays")
-    names = (given,) if isinstance(given, str) else tuple(given)
     if names and language != "expression":
         raise ValueError(
             f"wrt: got {names}, expected () with language={language!r}: gradients of captured arrays are those of the "

@@ -148,7 +148,7 @@ def attention(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        On the CPU, for a `score_mod` in C++.
+        On the CPU, for a `score_mod` in C++, and for `dropout_p` where `seqs` has positions.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
         lost: call `rawattn.torch.attention`, or pass ``x.detach()``.

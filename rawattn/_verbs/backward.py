@@ -88,7 +88,8 @@ def attention_backward(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        For a `score_mod` in C++ without a `backward`, and on the CPU for any in C++.
+        For a `score_mod` in C++ without a `backward`, on the CPU for any in C++, and for `dropout_p` where `seqs` has
+        positions.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU.
 
@@ -242,7 +243,8 @@ def attention_vjp(
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
-        On the CPU, for a `score_mod` in C++. `backward` raises it too for a `score_mod` in C++ without a `backward`.
+        On the CPU, for a `score_mod` in C++, and for `dropout_p` where `seqs` has positions. `backward` raises it too for a
+        `score_mod` in C++ without a `backward`.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for an `out` that is a torch tensor that requires a gradient.
 

@@ -100,8 +100,13 @@ def block_mask(
             for name in given
             if name != "predicate" and re.search(rf"\b{name}\b", str(predicate))
         )
+        words = {"mask_mod": "predicate", **_FLEX}
+        unknown = "".join(
+            f"; {name}= is no argument" + (f", write {words[name]}=" if name in words else "")
+            for name in (() if given else captured)
+        )
         raise TypeError(
-            f"block_mask: expected one of mask, predicate and ranges, got {got}{advice}"
+            f"block_mask: expected one of mask, predicate and ranges, got {got}{unknown}{advice}"
         )
     if captured and predicate is None:
         name = next(iter(captured))

@@ -162,7 +162,7 @@ def paged_attention(
         `validate`. Unchecked, kernels cut such a length and clamp such an id to an existing page, so nothing is read outside
         of the arrays.
     NotImplementedError
-        For pages of 8 bits that are not float8_e4m3fn, and on the CPU for a `score_mod` in C++.
+        For pages of 8 bits that are not float8_e4m3fn, where `seqs` has positions, and on the CPU for a `score_mod` in C++.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
         lost: pass ``x.detach()``.

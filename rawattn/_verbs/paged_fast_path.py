@@ -127,7 +127,11 @@ def with_fast_path(
 
 def of_paged_attention(args: tuple[Any, ...], options: dict[str, Any]) -> Gathered | None:
     """q, k_pages, v_pages, block_table come by position, seqlen_k by name. None with `seqs` or `validate`."""
-    if len(args) != 4 or options.get("seqs") is not None or options.get("validate"):
+    if (
+        len(args) != 4
+        or options.get("seqs") is not None
+        or options.get("validate", False) is not False
+    ):
         return None
     others = {**options}
     out, lengths = others.pop("out", None), others.pop("seqlen_k", None)
@@ -140,7 +144,11 @@ def of_paged_attention(args: tuple[Any, ...], options: dict[str, Any]) -> Gather
 
 def of_append_kv(args: tuple[Any, ...], options: dict[str, Any]) -> Gathered | None:
     """k, v, k_pages, v_pages, block_table come by position, seqlen_k, q, rotary by name. None with `seqs` or `validate`."""
-    if len(args) != 5 or options.get("seqs") is not None or options.get("validate"):
+    if (
+        len(args) != 5
+        or options.get("seqs") is not None
+        or options.get("validate", False) is not False
+    ):
         return None
     others = {**options}
     out, lengths = others.pop("out", None), others.pop("seqlen_k", None)

@@ -217,9 +217,13 @@ def factors_of_pages(given: Mapping[str, Any], k_pages: Any, v_pages: Any) -> tu
 
     given: both scales by name; only pages of float8_e4m3fn have them.
     """
-    pools = {"q": k_pages, "k_pages": k_pages, "v_pages": v_pages}
-    pools = {name: host(name, x) for name, x in pools.items()}
-    float8 = scales.check_pools(pools, "q")
+    pools = {name: host(name, x) for name, x in (("k_pages", k_pages), ("v_pages", v_pages))}
+    for name, pool in pools.items():
+        if pool.ndim != 4:
+            raise ValueError(
+                f"{name}: got shape {pool.shape}, expected (num_pages, page_size, nheads_kv, D)"
+            )
+    float8 = scales.check_pools({"q": pools["k_pages"], **pools}, "q")
     on_host = {n: host(n, x) if hasattr(x, "__dlpack__") else x for n, x in given.items()}
     found = scales.read(on_host)
     scales.forms(found.arrays, tuple(found.numbers), float8, pools["k_pages"].shape[-2])
