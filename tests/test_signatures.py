@@ -20,7 +20,9 @@ from rawattn._call.options import (
     Options,
     ScoreOptions,
 )
-from rawattn._call.problem import Problem
+from rawattn._call.problem import Problem, describe
+from rawattn._runtime.option_arrays import with_arrays
+from rawattn._runtime.verbs import FORWARD
 
 TAKEN: dict[Callable[..., Any], type] = {
     rawattn.attention: ForwardOptions,
@@ -53,6 +55,44 @@ def test_every_option_is_shown(function: Callable[..., Any]) -> None:
     own = [name for name in parameters if name not in Options._fields]
     behind = list(parameters)[-1]
     assert behind in own
+
+
+OTHER: dict[str, Any] = {
+    "causal": True,
+    "align": "top-left",
+    "window": (1, 1),
+    "sink": 1,
+    "scale": 0.25,
+    "bias": np.ones((3, 3), np.float32),
+    "mask": np.ones((3, 3), bool),
+    "alibi_slopes": np.ones(2, np.float32),
+    "softcap": 2.0,
+    "score_mod": rawattn.ScoreMod("score * 2"),
+    "sink_logits": np.ones(2, np.float32),
+    "dropout_p": 0.5,
+    "seed": 3,
+    "num_splits": 2,
+}
+# What an option needs beside it to have an effect.
+BESIDE: dict[str, dict[str, Any]] = {
+    "align": {"causal": True},
+    "sink": {"window": (0, 0)},
+    "dropout_p": {"seed": 3},
+    "seed": {"dropout_p": 0.5, "seed": 2},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in Options._fields if name != "seqs"])
+def test_no_option_is_ignored(name: str) -> None:
+    """Each option reaches the description of the call, by which kernels and backends see it."""
+
+    def described(**given: Any) -> Any:
+        verb, arrays, values, options = with_arrays(FORWARD, DEFAULTS._replace(**given))
+        named = dict(zip(verb.extra_inputs, arrays, strict=True))
+        return verb.extra_inputs, values, describe(X, X, X, options, None, named)[0]
+
+    beside = BESIDE.get(name, {})
+    assert described(**{**beside, name: OTHER[name]}) != described(**beside)
 
 
 @pytest.mark.parametrize(
