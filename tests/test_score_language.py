@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rawattn import ScoreMod
@@ -215,9 +215,10 @@ def test_derivatives_by_differences(dice: random.Random) -> None:
     at = positions(8, dice.randrange(1000))
     where = [at[name] for name in POSITION]
     score = np.linspace(-2.1, 2.3, 8)
-    # Random values do not lie at kinks. Only numbers written out in the text can.
+    # Random values do not lie at kinks, not even where arrays are compared. Only numbers written out in the text can.
+    draw = np.random.default_rng(3)
     arrays = {
-        name: np.random.default_rng(3).normal(size=x.shape) if x.dtype.kind == "f" else x
+        name: draw.normal(size=x.shape) if x.dtype.kind == "f" else x
         for name, x in mod.arrays.items()
     }
 
@@ -225,11 +226,15 @@ def test_derivatives_by_differences(dice: random.Random) -> None:
         return numpy_eval.evaluate(mod.text, score, *where, {**arrays, **changed}, mod.scalars)
 
     def check(found: np.ndarray, ahead: Any) -> None:
-        """`ahead(step)`: the values at that distance. Where two steps give different slopes, a kink lies between."""
+        """`ahead(step)`: the values at that distance.
+
+        Where two steps or two sides give different slopes, a kink lies there, or the text swings too fast for a slope.
+        """
         far, near = ((ahead(h) - ahead(-h)) / (2 * h) for h in (4e-6, 1e-6))
-        scale = 1 + np.abs(found) + np.abs(ahead(0))
-        smooth = np.abs(far - near) < 1e-7 * scale
-        assert smooth.mean() > 0.5, text
+        scale = 1 + np.abs(near) + np.abs(ahead(0))
+        right, left = ((ahead(h) - ahead(0)) / h for h in (1e-6, -1e-6))
+        smooth = (np.abs(far - near) < 1e-7 * scale) & (np.abs(right - left) < 1e-3 * scale)
+        assume(smooth.mean() > 0.5)
         np.testing.assert_array_less((np.abs(near - found) / scale)[smooth], 1e-6, err_msg=text)
 
     derivative = numpy_eval.derivative(mod.text, score, *where, arrays, mod.scalars)
