@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from rawattn._call.problem import describe
+from rawattn._call.structure import structure
+from rawattn._kernels import registry
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward as portable_backward
-from rawattn._kernels.target import without_device
+from rawattn._kernels.target import Target, without_device
 from rawattn._kernels.variants import common_variants
+from rawattn._strides import contiguous
 
 
 def test_pages_are_never_copied() -> None:
@@ -53,3 +57,34 @@ def test_backwards_of_few_rows_and_of_many(headdim: int) -> None:
         ), (tile, ragged)
     for kernel in ("backward_prepare", "backward_setup"):
         assert any(f"portable {kernel} float16 D={headdim},{headdim} " in each for each in ahead)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "keys", "heads"),
+    [(1, 1024, 1024, (16, 16)), (4, 2048, 2048, (32, 8)), (8, 1, 2048, (32, 8))],
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("gpu", [("sm_90a", 232448, 132), ("sm_80", 166912, 108)])
+def test_plain_calls(
+    batch: int,
+    rows: int,
+    keys: int,
+    heads: tuple[int, int],
+    causal: bool,
+    gpu: tuple[str, int, int],
+) -> None:
+    """What plain calls on a GPU of the architecture load is compiled ahead of time."""
+    ahead = set(common_variants(gpu[0]))
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        q, k = (
+            np.broadcast_to(dtype(0), (batch, n, h, 128))
+            for n, h in zip((rows, keys), heads, strict=True)
+        )
+        problem, lengths = describe(q, k, k, causal=causal)
+        strides = {
+            name: contiguous(x.shape, 2) for name, x in {"q": q, "k": k, "v": k, "out": q}.items()
+        }
+        call = problem, Operands(strides), Target(*gpu)
+        family = registry.choose("attention", call[0], call[2], call[1])
+        steps = family.steps(problem, structure(lengths), call[1], call[2])
+        assert {step.source for step in steps.launches} <= ahead

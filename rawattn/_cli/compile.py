@@ -28,8 +28,7 @@ _NOT_COMPILED = {
 _NEVER_COMPILED = (
     "options that change scores (bias, mask, ALiBi, softcap, score functions, dropout, learned sinks), windows, top-left "
     "alignment, scales that are not positive, positions, padded batches, pages of float8, combine, most numbers of query heads "
-    "for each key head, head dims other than 64, 96, 128, 192 and 256, and tiles that batch, lengths and the number of SMs "
-    "decide"
+    "for each key head, head dims other than 64, 96, 128, 192 and 256, and tiles that unusual batches and lengths take"
 )
 
 

@@ -6,6 +6,7 @@ The modules of a family are imported when a call first asks it: making their cla
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -123,54 +124,27 @@ def _folded(verb: str) -> Candidate:
     return Candidate(load, lambda problem, _: problem.rows_q == 1)
 
 
-@functools.cache
-def _sm90() -> Family:
-    from rawattn._kernels.sm90 import forward, forward_steps
+def _family(name: str, module: str, module_of_steps: str | None = None) -> Callable[[], Family]:
+    """A family by the names of its modules below `rawattn._kernels`: that of FEATURES and `supports`, and that of `steps`."""
 
-    return Family("sm90", forward.FEATURES, forward.supports, forward_steps.steps)
+    @functools.cache
+    def load() -> Family:
+        chosen, launched = (
+            importlib.import_module(f"rawattn._kernels.{each}")
+            for each in (module, module_of_steps or module)
+        )
+        return Family(name, chosen.FEATURES, chosen.supports, launched.steps)
 
-
-@functools.cache
-def _sm90_decode() -> Family:
-    from rawattn._kernels.sm90 import decode
-
-    return Family("decode", decode.FEATURES, decode.supports, decode.steps)
-
-
-@functools.cache
-def _decode() -> Family:
-    from rawattn._kernels.portable import decode
-
-    return Family("decode", decode.FEATURES, decode.supports, decode.steps)
+    return load
 
 
-@functools.cache
-def _portable() -> Family:
-    from rawattn._kernels.portable import forward
-
-    return Family("portable", forward.FEATURES, forward.supports, forward.steps)
-
-
-@functools.cache
-def _portable_backward() -> Family:
-    from rawattn._kernels.portable import backward, backward_steps
-
-    return Family("portable", backward.FEATURES, backward.supports, backward_steps.steps)
-
-
-@functools.cache
-def _append() -> Family:
-    from rawattn._kernels.portable import append
-
-    return Family("portable", append.FEATURES, append.supports, append.steps)
-
-
-@functools.cache
-def _combine() -> Family:
-    from rawattn._kernels.portable import combine
-
-    return Family("portable", combine.FEATURES, combine.supports, combine.steps)
-
+_sm90 = _family("sm90", "sm90.forward", "sm90.forward_steps")
+_sm90_decode = _family("decode", "sm90.decode")
+_decode = _family("decode", "portable.decode")
+_portable = _family("portable", "portable.forward")
+_portable_backward = _family("portable", "portable.backward", "portable.backward_steps")
+_append = _family("portable", "portable.append")
+_combine = _family("portable", "portable.combine")
 
 _FORWARDS = (
     # Few rows on many keys: decoding is faster than the forward.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
+from rawattn._kernels import usual_calls
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.portable import align_rows, append, combine, ragged_setup
@@ -23,6 +24,8 @@ from rawattn._strides import Strides, contiguous
 
 _PAGES = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
 
+_DTYPES = ("bfloat16", "float16", "float32")
+
 # Rows of a sequence that is too long for the backward's table "short".
 _MANY_ROWS = 2048
 
@@ -30,8 +33,9 @@ _MANY_ROWS = 2048
 def common_variants(arch: str, *, every: bool = False, purpose: str = "inference") -> list[Source]:
     """Sources worth compiling ahead of time for `arch`, without a GPU.
 
-    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims: forward kernels for purpose
-    "inference", backward kernels too for "training", and both also in float32 for "all".
+    The common ones are 16-bit, dense and packed, causal and full, at the usual head dims, and those that plain calls of usual
+    shapes take: forward kernels for purpose "inference", backward kernels too for "training", and both also in float32 for
+    "all".
 
     every: adds each code path of each tile shape, though not the product of all: float32, keys in pages, windows, top-left
     alignment, positions, scales that are not positive, narrow copies, head dims between the usual ones, the backward's kernels,
@@ -39,6 +43,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
     """
     target = without_device(arch)
     sources = [ragged_setup.source(), ragged_setup.carrying_source(), *append.variants()]
+    sources += usual_calls.sources(arch, _DTYPES if purpose == "all" else _DTYPES[:2])
 
     def add(
         dtype: str,
