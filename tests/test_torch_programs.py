@@ -9,14 +9,17 @@ import pytest
 torch = pytest.importorskip("torch")
 # ruff: noqa: E402
 
+import ml_dtypes
 import numpy as np
 import torch._dynamo.testing  # noqa: F811  (torch does not load it before it compiles)
+from torch.utils.flop_counter import FlopCounterMode
 
 from rawattn import SeqLayout
 from rawattn._interop import dynamo
 from rawattn.torch import attention
 from tests import exhaustive, torch_programs
 from tests.layout.on_device import OnDevice
+from tests.torch_calls import random
 from tests.torch_programs import LAYOUTS, REFUSED, UNTRACED
 
 pytestmark = pytest.mark.frameworks
@@ -44,8 +47,52 @@ def test_layouts_made_inside_of_an_exported_program(name: str, strict: bool) -> 
     torch_programs.verify_exported(name, "cpu", strict=strict)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_for_every_batch(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x, lengths):
+            return attention(x, x, x, seqs=SeqLayout(seqlen_k=lengths))
+
+    def given(count):
+        return torch.randn(count, 9, 4, 16), torch.arange(count) + 3
+
+    batch = {0: torch.export.Dim("batch", min=1, max=100)}
+    exported = torch.export.export(
+        Model(), given(3), dynamic_shapes={"x": batch, "lengths": batch}, strict=strict
+    )
+    for count in (1, 6):
+        x = given(count)
+        torch.testing.assert_close(exported.module()(*x), Model()(*x))
+
+
 def test_dispatch_modes() -> None:
     torch_programs.verify_modes("cpu")
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_of_numpy_under_dispatch_modes() -> None:
+    def check(options, q, k, v):
+        exact = attention(q, k, v, **options)
+        with FlopCounterMode(display=False):
+            torch.testing.assert_close(attention(q, k, v, **options), exact)
+
+    q, k, v = random("cpu")
+    heads, rows, keys = q.shape[2], q.shape[1], k.shape[1]
+    bias = np.linspace(-1, 1, rows * keys, dtype=np.float32).reshape(rows, keys)
+    for options in (
+        {"bias": bias},
+        {"bias": bias[::-1]},
+        {"bias": np.broadcast_to(bias[0], (rows, keys))},
+        {"mask": bias < 0.5},
+        {"alibi_slopes": np.ones(heads, np.float32)},
+        {"sink_logits": np.ones(heads, np.float32)},
+        {"dropout_p": 0.1, "seed": np.array([3])},
+        {"dropout_p": 0.1, "seed": np.int64(3)},
+        {"causal": np.bool_(True), "softcap": np.float32(3)},
+    ):
+        check(options, q, k, v)
+    narrow = (x.bfloat16() for x in (q, k, v))
+    check({"bias": bias.astype(ml_dtypes.bfloat16)}, *narrow)
 
 
 def test_layouts_taken_outside() -> None:

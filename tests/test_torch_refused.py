@@ -95,6 +95,30 @@ def test_tangents_would_be_lost(run: Any) -> None:
         torch.autograd.functional.jacobian(loss, q, vectorize=True, strategy="forward-mode")
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_tangents_of_a_program_of_its_own(fullgraph: bool) -> None:
+    """A compiled function that opens a forward-mode level itself is refused while torch traces it."""
+    q, k, v = random("cpu")
+
+    def call(x: Any) -> Any:
+        return attention(x, k, v).sin()
+
+    def dual(x: Any) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(call(forward_ad.make_dual(x, x))).tangent
+
+    for function in (
+        lambda x: torch.func.jvp(call, (x,), (x,))[1],
+        torch.func.jacfwd(call),
+        dual,
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"call of a program in .*dual_level"):
+            torch.compile(function, fullgraph=fullgraph, backend="aot_eager")(q)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), call(q))
+
+
 def test_gradients_come_one_at_a_time() -> None:
     q, k, v = leaves(*random("cpu"))
     out = attention(q, k, v)

@@ -271,7 +271,9 @@ class SeqLayout:
         batch = None
         for name, x in given.items():
             if x is not None and name in ARRAYS:
-                batch = len(x) if name in ONE_EACH else len(x) - 1
+                # `len` would make a symbolic length of torch.export a constant.
+                count = x.shape[0] if hasattr(x, "shape") else len(x)
+                batch = count if name in ONE_EACH else count - 1
         set_attribute = object.__setattr__  # torch.compile cannot trace writes to `__dict__`
         set_attribute(self, "max_seqlen_q", given["max_seqlen_q"])
         set_attribute(self, "max_seqlen_k", given["max_seqlen_k"])

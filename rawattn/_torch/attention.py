@@ -148,6 +148,8 @@ def attention(
     if traced:
         if out is not None:
             raise ValueError(f"out: got a tensor in a {_COMPILED}; expected None")
+        if not compiles:
+            given = ops.with_tensors(given)
         arguments = ops.arguments_of(given, deterministic, backend)
         result = ops.run(q, k, v, ops.layout_of(given.seqs), arguments)
         return result if flag("return_lse", return_lse) else result[0]

@@ -90,6 +90,26 @@ def layout_of(seqs: SeqLayout | None) -> Layout:
     return Layout(**arrays, max_seqlen_q=seqs.max_seqlen_q, max_seqlen_k=seqs.max_seqlen_k)
 
 
+def with_tensors(options: Options) -> Options:
+    """Options of a call that is not compiled, under a dispatch mode: what NumPy has made as tensors and Python's own values."""
+    arrays = {name: x for name, x in options._asdict().items() if isinstance(x, np.ndarray)}
+    found = {name: _tensor_of_array(x) for name, x in arrays.items() if name in _ARRAYS}
+    if isinstance(options.causal, np.bool_):
+        found["causal"] = bool(options.causal)
+    return options._replace(**found) if found else options
+
+
+_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits", "seed")
+
+
+def _tensor_of_array(array: np.ndarray) -> torch.Tensor:
+    if not array.flags.writeable or min(array.strides, default=0) < 0:  # torch takes neither
+        array = array.copy()
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which torch does not know
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def arguments_of(options: Options, deterministic: Any, backend: str | None) -> tuple[Any, ...]:
     """The arguments of an operator, in the order of `_PARAMETERS`. Runs while torch traces.
 
@@ -284,6 +304,8 @@ def _backward(
 
 
 def _forward_shapes(q: Any, k: Any, v: Any, *arguments: Any) -> tuple[Any, Any]:
+    # A graph that opens a forward-mode level itself shows it while torch traces, and no longer when the operator runs.
+    forward_mode.refuse_programs()
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise TypeError(
