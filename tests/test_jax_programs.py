@@ -247,3 +247,64 @@ for kind in (AxisType.Explicit, AxisType.Auto):
                     assert [*map(jax.typeof, got[1])] == [*map(jax.typeof, sharded)]
 """
     fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+
+
+def test_lengths_alone_vary_between_shards() -> None:
+    code = """
+import jax, numpy as np, rawattn, rawattn.jax
+from jax.sharding import AxisType, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 4, 16))
+lengths = np.array([9, 4], np.int32)
+def call(q, k, v, lengths):
+    return rawattn.jax.attention(q, k, v, seqs=rawattn.SeqLayout(seqlen_k=lengths))
+sharded = jax.shard_map(call, mesh=mesh, in_specs=(P(), P(), P(), P("x")), out_specs=P("x"))
+got = jax.jit(jax.grad(lambda *x: (sharded(*x, lengths) ** 2).sum(), argnums=(0, 1, 2)))(q, k, v)
+def alone(*x):
+    return sum((call(*x, lengths[n : n + 1]) ** 2).sum() for n in range(2))
+for a, b in zip(got, jax.grad(alone, argnums=(0, 1, 2))(q, k, v)):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
+"""
+    fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
+@pytest.mark.exhaustive
+def test_maps_on_explicit_meshes() -> None:
+    """jax.vmap where its axis is sharded, or another one, or both: results and gradients have the types of other functions'."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, rawattn, rawattn.jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 2, 9, 4, 16))
+bias, lengths = jnp.ones((4, 9, 9)), np.array([9, 4], np.int32)
+def call(q, k, v, bias):
+    return rawattn.jax.attention(q, k, v, bias=bias, seqs=rawattn.SeqLayout(seqlen_k=lengths))
+def plain(q, k, v, bias):
+    hidden = jnp.where(jnp.arange(9) < lengths[:, None], 0.0, -jnp.inf)[:, None, None]
+    return jax.nn.dot_product_attention(q, k, v, bias=bias + hidden)
+def slope(function, axes):
+    mapped = jax.vmap(function, in_axes=axes)
+    loss = lambda *x: (jnp.sin(mapped(*x)).sum(), mapped(*x))
+    return jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+x, y, xy, none = P("x"), P(None, "y"), P("x", "y"), P()
+for shared, specs in (
+    (False, [x, x, x, x]),
+    (False, [y, y, y, none]),
+    (False, [xy, xy, xy, x]),
+    (False, [none, y, none, none]),
+    (True, [x, none, none, x]),
+    (True, [xy, P("y"), none, x]),
+):
+    given = [q, k[0], v[0], bias] if shared else [q, k, v, bias]
+    axes = (0, None, None, 0) if shared else 0
+    exact = slope(plain, axes)(*given)
+    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs)]
+    with jax.set_mesh(mesh):
+        for run in (slope(call, axes), jax.jit(slope(call, axes))):
+            got = run(*sharded)
+            pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
+            for a, b in list(pairs)[1:]:  # but for the loss, a sum of thousands
+                np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
+            assert [*map(jax.typeof, got[1])] == [*map(jax.typeof, sharded)]
+"""
+    fresh_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=4")

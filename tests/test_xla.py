@@ -150,6 +150,11 @@ def test_another_version_of_the_interface_is_refused() -> None:
     assert handler(ctypes.addressof(frame)) == 1
     assert b"install another jaxlib" in said[0]
 
+    frame.api, metadata.traits = None, 1  # as of jaxlib 0.8.0
+    assert handler(ctypes.addressof(frame)) is None
+    assert (metadata.api_version.major_version, metadata.api_version.minor_version) == (0, 1)
+    assert metadata.traits == 0
+
 
 def test_what_a_call_is_told() -> None:
     def stream(asked: Any) -> None:

@@ -31,6 +31,7 @@ from ctypes import (
 from typing import Any
 
 _MAJOR, _MINOR = 0, 3  # of the interface that is declared here
+_OLDEST = 1  # the minor version of jaxlib 0.8.0
 _METADATA = 1  # type of the extension by which XLA queries a handler's metadata
 _ALIGNMENT = 16  # bytes, the largest that XLA's allocator accepts
 
@@ -228,10 +229,15 @@ def handler(run: Callable[[Call], None]) -> Any:
 
     def handle(address: int) -> int | None:
         frame = address // 8
-        xla = _xla(_WORDS[frame + _API])
+        api, extension = _WORDS[frame + _API], _WORDS[frame + _EXTENSION]
+        if not api:  # jaxlib 0.8.0 asks for metadata without its interface
+            _describe(extension, _OLDEST)
+            return None
+        xla = _xla(api)
         try:
-            extension = _WORDS[frame + _EXTENSION]
-            if extension and _describe(extension, xla):
+            if extension and _asks_for_metadata(extension):
+                _check_version(xla)
+                _describe(extension, xla.version[1])
                 return None
             call = Call(frame, xla)
             try:
@@ -328,20 +334,24 @@ def _with_gil(address: int) -> Any:
     return _WITH_GIL(address)
 
 
-def _describe(extension: int, xla: _Xla) -> bool:
-    """Fills in the handler's metadata if XLA asks for it by this extension. Whether it does."""
-    if Extension.from_address(extension).type != _METADATA:
-        return False
+def _asks_for_metadata(extension: int) -> bool:
+    return bool(Extension.from_address(extension).type == _METADATA)
+
+
+def _check_version(xla: _Xla) -> None:
     if xla.version[0] != _MAJOR or not xla.complete:
         raise RuntimeError(
             f"rawattn.jax is written for version {_MAJOR}.{_MINOR} of XLA's foreign function interface, and jaxlib has "
             f"{xla.version[0]}.{xla.version[1]}; install another jaxlib or rawattn"
         )
+
+
+def _describe(extension: int, minor_version: int) -> None:
+    """Fills in the handler's metadata. minor_version: that of XLA's interface."""
     metadata = MetadataExtension.from_address(extension).metadata.contents
     metadata.api_version.major_version = _MAJOR
-    metadata.api_version.minor_version = min(_MINOR, xla.version[1])
+    metadata.api_version.minor_version = min(_MINOR, minor_version)
     metadata.traits = 0
-    return True
 
 
 def _addresses(buffers: int) -> list[int]:

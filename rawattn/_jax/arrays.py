@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rawattn._call.options import Options
 from rawattn._interop.arrays import import_array
@@ -119,9 +120,15 @@ def vary_over_same_axes(*arrays: Any) -> tuple[Any, ...]:
     axes = [_varying(jax.typeof(x)) for x in arrays]
     every = frozenset().union(*axes)
     return tuple(
-        x if each == every else jax.lax.pcast(x, tuple(every - each), to="varying")
+        x if each == every else _vary(x, tuple(every - each))
         for x, each in zip(arrays, axes, strict=True)
     )
+
+
+def _vary(array: Any, axes: tuple[str, ...]) -> Any:
+    if not hasattr(jax.lax, "pcast"):  # JAX 0.8.0
+        return jax.lax.pvary(array, axes)
+    return jax.lax.pcast(array, axes, to="varying")
 
 
 def _varying(type_of_array: Any) -> frozenset[str]:
@@ -139,3 +146,24 @@ def sharded_as(array: Any, gradient: Any) -> Any:
     if jax.typeof(gradient).sharding.spec == wanted.spec:
         return gradient
     return jax.sharding.reshard(gradient, wanted)
+
+
+def unsharded(array: Any) -> Any:
+    """The array, whole on every device.
+
+    On an explicit mesh JAX refuses to reshape an axis that is sharded. A custom call gathers its arrays anyway.
+    """
+    sharding = jax.typeof(array).sharding
+    if all(axis is None for axis in sharding.spec):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def sharding_of_mapped(arrays: Sequence[Any], is_mapped: Sequence[bool]) -> Callable[[Any], Any]:
+    """On an explicit mesh: a function that shards the first axis of a result as jax.vmap's axis is sharded in its arrays."""
+    for array, mapped in zip(arrays, is_mapped, strict=True):
+        sharding = jax.typeof(array).sharding
+        if mapped and sharding.spec[0] is not None:
+            wanted = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+            return lambda result: jax.sharding.reshard(result, wanted)
+    return lambda result: result

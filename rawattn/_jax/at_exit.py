@@ -18,9 +18,8 @@ from contextlib import contextmanager, suppress
 _TIMES, _PAUSE = 3, 0.01
 _MOST = 10.0  # seconds: a library of the user may have threads that always run
 
-_running: list[
-    None
-] = []  # one entry for each call that a handler runs now; appending to a list is atomic
+# One entry for each call that a handler runs now. Appending to a list is atomic.
+_running: list[None] = []
 
 
 @contextmanager
@@ -50,10 +49,8 @@ def _others_run() -> bool:
         for thread in os.listdir("/proc/self/task"):
             if int(thread) in own:
                 continue
-            with (
-                suppress(OSError),
-                open(f"/proc/self/task/{thread}/stat") as file,
-            ):  # it may have ended
+            # It may have ended.
+            with suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
                 if file.read().rpartition(")")[2].split()[0] == "R":
                     return True
     return False

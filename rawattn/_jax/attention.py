@@ -33,6 +33,8 @@ from rawattn._jax.arrays import (
     narrowed_options,
     refuse_symbolic_shapes,
     sharded_as,
+    sharding_of_mapped,
+    unsharded,
     vary_over_same_axes,
     with_wrt_limited_to,
 )
@@ -179,7 +181,9 @@ def attention(
         gradients = tuple(name for name in gradients if name in traced)
         left = with_wrt_limited_to(left, traced)
     arrays = tuple(
-        constant(caller_names(verb, left)[n], x, given.align) if f"d{name}" not in gradients else x
+        constant(caller_names(verb, left)[n], x, given.align)
+        if name.startswith(("captured", "alibi_slopes")) and f"d{name}" not in gradients
+        else x
         for n, (name, x) in enumerate(zip(verb.extra_inputs, arrays, strict=True), -len(arrays))
     )
     named = {name: Form(x) for name, x in zip(verb.extra_inputs, arrays, strict=True)}
@@ -194,8 +198,9 @@ def attention(
         lengths, operands = with_operands(lengths, as_jax)
         integers = tuple(operands)
     text = _record(problem, lengths, return_lse, deterministic, *more).text
-    q, k, v, *arrays_of_options = vary_over_same_axes(q, k, v, *arrays)
-    return _function(text)(q, k, v, tuple(arrays_of_options), integers)
+    q, k, v, *others = vary_over_same_axes(q, k, v, *arrays, *integers)
+    count = len(arrays)
+    return _function(text)(q, k, v, tuple(others[:count]), tuple(others[count:]))
 
 
 def _record(
@@ -279,6 +284,8 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
             and not (record.backward and f"d{name}" in record.gradients)
         }
         folded = record.folded(size, given_once)
+        mapped_as = sharding_of_mapped(arrays, is_mapped)
+        arrays = tuple(map(unsharded, arrays))
         inputs = [
             _fold_input(array, size, given, like[0], record, options.get(n))
             for n, (array, given, like) in enumerate(
@@ -289,7 +296,7 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
             _unfold_result(result, size, shape)
             for result, (shape, _) in zip(_call(folded, tuple(inputs)), record.outputs, strict=True)
         )
-        return results, (True,) * len(results)
+        return tuple(mapped_as(x) for x in results), (True,) * len(results)
 
     results: tuple[Any, ...] = first_derivatives_alone(call)(*arrays)
     return results
