@@ -74,7 +74,7 @@ JAX = [
     Mistake(
         "jax.jit(attention)(n, n, n)",
         TypeError,
-        "q: got a JAX tracer; call rawattn.jax.attention, which works inside jit, grad, vmap and scan",
+        "q: got a JAX tracer; call rawattn.jax.attention, the one function that works inside jit, grad, vmap and scan",
     ),
     Mistake(
         "jax.grad(lambda k: attention(n, k, n).sum())(n)",

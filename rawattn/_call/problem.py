@@ -115,7 +115,8 @@ def describe(
     arrays: the options' arrays by name, which `option_arrays.with_arrays` took out of the options.
     changed: options by name that replace those in `options`.
 
-    Raises TypeError or ValueError for a call that is not accepted, naming the argument, what was got and what is accepted.
+    Raises TypeError, ValueError or NotImplementedError for a call that is not accepted, naming the argument, what was got and
+    what is accepted.
     """
     if changed:
         options = options._replace(**changed)

@@ -40,7 +40,10 @@ def array_advice(obj: object, name: str = "x") -> str:
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(obj).__mro__}
     library = type(obj).__module__.partition(".")[0]
     if is_traced(obj):
-        return "call rawattn.jax.attention, which works inside jit, grad, vmap and scan: a tracer holds no values"
+        return (
+            "call rawattn.jax.attention, the one function that works inside jit, grad, vmap and scan: a tracer holds no "
+            "values"
+        )
     if "jaxlib.ArrayImpl" in bases and (advice := _jax_advice(obj, name)):
         return advice
     if "torch.FakeTensor" in bases or "torch.FunctionalTensor" in bases:
@@ -57,6 +60,8 @@ def array_advice(obj: object, name: str = "x") -> str:
             "gradients cannot be taken in batches: leave out is_grads_batched=True of torch.autograd.grad, or vectorize=True "
             "of torch.autograd.functional"
         )
+    if "torch.DTensor" in bases:
+        return f"pass {name}.to_local(), this process's own part"
     if getattr(obj, "is_nested", False) is True:
         return (
             f"pass a packed batch: {name}.values() of a jagged one, with "

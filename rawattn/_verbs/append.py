@@ -168,6 +168,8 @@ def append_kv(
         out of range, and for two new rows in one slot. These are checked where all lengths and ids are on the host or the
         call runs on the CPU, else only with `validate`. Unchecked, a row without a slot in the pages is not written, one of
         two rows in the same slot stays, and a position without an angle takes the nearest angle.
+    NotImplementedError
+        For pages of 8 bits that are not float8_e4m3fn, and where `seqs` has positions.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
         lost: pass ``x.detach()``.

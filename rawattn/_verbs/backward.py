@@ -91,7 +91,8 @@ def attention_backward(
         For a `score_mod` in C++ without a `backward`, on the CPU for any in C++, and for `dropout_p` where `seqs` has
         positions.
     RuntimeError
-        For ``backend="cuda"`` where there is no usable GPU.
+        For ``backend="cuda"`` where there is no usable GPU, and for an array in `into` that is a torch tensor that requires a
+        gradient.
 
     Notes
     -----
