@@ -5,6 +5,7 @@
 
 #include "attn/score_rule.cuh"
 #include "target/target.cuh"
+#include "tile/either.cuh"
 
 // One of two 16-bit elements in a register; the odd one is in its upper half.
 template <class T>
@@ -19,16 +20,15 @@ DEVICE T half_of(unsigned pair, bool odd) {
 // tile's first key on is already in the products (sm90/forward_ramp.cuh).
 template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp = false>
 struct AddedScores {
-  using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
   // Whether one access loads two adjacent keys of a row.
   static constexpr bool kPairs = config::kBiasPairs && C::kRun % 2 == 0;
   // Whether one register holds two adjacent keys, of 16 bits each.
-  static constexpr bool kHalves = sizeof(Bias) == 2 && C::kRun % 2 == 0;
+  static constexpr bool kHalves = sizeof(BiasElement) == 2 && C::kRun % 2 == 0;
   static constexpr int kBlocks = config::kBias > 0 ? kRowBlocks * kKeyBlocks : 1;
-  struct alignas(2 * sizeof(Bias)) Pair {
-    Bias x[2];
+  struct alignas(2 * sizeof(BiasElement)) Pair {
+    BiasElement x[2];
   };
-  using Word = typename Either<kHalves, unsigned, Bias>::Type;
+  using Word = typename Either<kHalves, unsigned, BiasElement>::Type;
 
   // By 16 x 16 block: the lane's elements, or pairs of them, in the accumulator's order.
   Word bias[kBlocks][C::kElements / (kHalves ? 2 : 1)];
@@ -176,19 +176,19 @@ struct AddedScores {
     if constexpr (kHalves) {
       block[e / 2] &= e % 2 != 0 ? 0xffffu : 0xffff0000u;
     } else {
-      block[e] = Bias{};
+      block[e] = BiasElement{};
     }
   }
   template <class Block>
   DEVICE static float element(const Block& block, int e) {
     if constexpr (kHalves) {
-      return target::to_float(half_of<Bias>(block[e / 2], e % 2 != 0));
+      return target::to_float(half_of<BiasElement>(block[e / 2], e % 2 != 0));
     } else {
       return target::to_float(block[e]);
     }
   }
   template <class Block>
-  DEVICE static void put_pair(Block& block, int e, const Bias& even, const Bias& odd) {
+  DEVICE static void put_pair(Block& block, int e, const BiasElement& even, const BiasElement& odd) {
     if constexpr (kHalves) {
       block[e / 2] = pair_of(even, odd);
     } else {
@@ -207,10 +207,10 @@ struct AddedScores {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const ScoreRule& rule = rules.of(m, slot);
         const auto& b = rule.p.bias;
-        const Bias* const data =
-            static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+        const BiasElement* const data =
+            static_cast<const BiasElement*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
         const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
-        const Bias* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
+        const BiasElement* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           auto& block = bias[m * kKeyBlocks + n];
           const auto one = [&](int e) {

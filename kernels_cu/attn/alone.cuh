@@ -12,9 +12,7 @@
 #include "attn/dropout.cuh"
 #include "attn/mask_bits.cuh"
 #include "attn/params.cuh"
-#include "attn/rows.cuh"
 #include "attn/score_rule.cuh"
-#include "attn/sequence.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
 #include "tile/nan.cuh"
@@ -76,10 +74,10 @@ struct ScoresAlone {
     float s = rule.modified(capped, i, j, 0, 0);
     if constexpr (ScoreRule::kLine) s += rule.added(i, j);
     if constexpr (config::kBias > 0) {
-      using T = typename Either<config::kBias == 4, float, config::Element>::Type;
       const Bias& b = rule.p.bias;
       const int64 row = rule.sequence * b.batch + rule.head / b.group * b.head + (i < b.rows ? i : b.rows - 1) * b.row;
-      const float bias = target::to_float(static_cast<const T*>(b.data)[row + (j < b.keys ? j : b.keys - 1) * b.key]);
+      const float bias =
+          target::to_float(static_cast<const BiasElement*>(b.data)[row + (j < b.keys ? j : b.keys - 1) * b.key]);
       if (bias == -target::infinity()) return bias;
       s += bias;
     }

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "attn/kept_keys.cuh"
-#include "attn/rows.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 

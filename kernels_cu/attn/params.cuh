@@ -1,4 +1,4 @@
-// What the host tells a kernel. Generated from rawattn/_kernels/params.py, where it is declared: change that.
+// What the host tells a kernel. Generated from params.py and helper_params.py in rawattn/_kernels: change it there.
 #pragma once
 
 #include "target/target.cuh"

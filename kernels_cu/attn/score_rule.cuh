@@ -14,6 +14,7 @@
 #include "attn/score_position.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
+#include "tile/either.cuh"
 
 DEVICE float per_head(const PerHead& numbers, int sequence, int head) {
   const int64 at = sequence * numbers.batch + head * numbers.head;
@@ -27,14 +28,8 @@ DEVICE float kv_factor(const KvScale& scale, const ForwardParams& p, int head) {
   return scale.data == nullptr ? scale.number : scale.data[head / (p.nheads_q / p.nheads_kv) * scale.head];
 }
 
-template <bool kFirst, class A, class B>
-struct Either {
-  using Type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-  using Type = B;
-};
+// An element of a bias, whose size is config::kBias.
+using BiasElement = Either<config::kBias == 4, float, config::Element>::Type;
 
 // Stands for config::ScoreMod where there is no score function.
 struct NoScoreMod {

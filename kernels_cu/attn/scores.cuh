@@ -12,6 +12,7 @@
 #include "attn/visible.cuh"
 #include "attn/visit.cuh"
 #include "target/target.cuh"
+#include "tile/either.cuh"
 
 // The `finish` of finish_scores() for a forward. Its softmax includes bias, ALiBi and lines itself, and scales scores
 // unless kScaleFirst.
@@ -119,28 +120,6 @@ DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visib
   };
   if (edges.right) replace([](const MaskedKeys<Visible>& masked_keys, int j) { return masked_keys.beyond(j); });
   if (edges.left) replace([](const MaskedKeys<Visible>& masked_keys, int j) { return masked_keys.before(j); });
-}
-
-// The same for a tile whose rows are keys and whose columns are queries.
-template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
-DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Visible& visible, int first_key,
-                                int first_row, int lane) {
-  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
-    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-      const QueryLimits limits = visible.key(first_key + m * 16 + C::row(lane, slot));
-      const int first = limits.first - first_row - C::column(lane, 0);
-      const int last = limits.last - first_row - C::column(lane, 0);
-      UNROLL for (int n = 0; n < kQueryBlocks; n++) {
-        UNROLL for (int i = 0; i < C::kRun; i++) {
-          const int e = C::element(slot, i);
-          const int query = n * 16 + C::column(0, e);
-          // Without a right limit a key is hidden from all queries, past the end of the sequence, or from none.
-          const bool before = Visible::kLimitedRight ? query < first : limits.first > 0;
-          if (before || (Visible::kLimitedLeft && query > last)) s[m][n].x[e] = value;
-        }
-      }
-    }
-  }
 }
 
 // All steps for key tile number n of `keys`, in their order: softcap and score function, `finish`, steep lines, and the

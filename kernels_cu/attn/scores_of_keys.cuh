@@ -6,8 +6,10 @@
 #include "attn/added_scores.cuh"
 #include "attn/exponent.cuh"
 #include "attn/score_rule.cuh"
-#include "attn/scores.cuh"
+#include "attn/visible.cuh"
+#include "attn/visit.cuh"
 #include "target/target.cuh"
+#include "tile/either.cuh"
 
 // Applies softcap and score function to a tile of products; what is added to scores comes later. visit(m, n, e, i, j,
 // capped): called for each element, with its query i, its key j and its score between softcap and score function. That
@@ -81,13 +83,12 @@ struct AccumulatorStart {
 // (kFromTile).
 template <class C, int kKeyBlocks, int kQueryBlocks>
 struct AddedScoresOfKeys {
-  using Bias = typename Either<config::kBias == 4, float, config::Element>::Type;
   using M = target::Mma<config::Element>;
   static constexpr bool kOfKeys = config::kBiasOfKeys;
-  static constexpr bool kFromTile = config::kBiasChunks && sizeof(Bias) == 2;
+  static constexpr bool kFromTile = config::kBiasChunks && sizeof(BiasElement) == 2;
   static constexpr bool kByOperands = kFromTile && M::kAccumulatorFeedsA;
   static constexpr int kBlocks = kOfKeys ? kKeyBlocks : config::kBias > 0 ? kKeyBlocks * kQueryBlocks : 1;
-  using OfElements = typename Either<kByOperands, typename M::A, Bias[C::kElements]>::Type;
+  using OfElements = typename Either<kByOperands, typename M::A, BiasElement[C::kElements]>::Type;
 
   typename Either<kOfKeys, float[C::kSlots], OfElements>::Type bias[kBlocks];
   // Of ALiBi: the distance of the lane's first query from its first key. The offsets of its other queries and keys are
@@ -204,7 +205,8 @@ struct AddedScoresOfKeys {
 
   DEVICE void load_bias_of_keys(const ScoreRule& rule, int first_key, int lane) {
     const auto& b = rule.p.bias;
-    const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+    const BiasElement* const data =
+        static_cast<const BiasElement*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
     UNROLL for (int m = 0; m < kKeyBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
         const int j = first_key + m * 16 + C::row(lane, slot);
@@ -214,11 +216,12 @@ struct AddedScoresOfKeys {
   }
   DEVICE void load_bias(const ScoreRule& rule, int first_key, int first_row, int lane) {
     const auto& b = rule.p.bias;
-    const Bias* const data = static_cast<const Bias*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
+    const BiasElement* const data =
+        static_cast<const BiasElement*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
     UNROLL for (int n = 0; n < kQueryBlocks; n++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
         const int i = first_row + n * 16 + C::column(lane, e);
-        const Bias* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
+        const BiasElement* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
         UNROLL for (int m = 0; m < kKeyBlocks; m++) {
           const int j = first_key + m * 16 + C::row(lane, C::slot(e));
           bias[m * kQueryBlocks + n][e] = row[(j < b.keys ? j : b.keys - 1) * b.key];
@@ -227,6 +230,28 @@ struct AddedScoresOfKeys {
     }
   }
 };
+
+// mask_scores() of attn/scores.cuh for a tile whose rows are keys, without a test of edges.
+template <class Visible, class C, int kKeyBlocks, int kQueryBlocks>
+DEVICE void mask_scores_of_keys(C (&s)[kKeyBlocks][kQueryBlocks], float value, const Visible& visible, int first_key,
+                                int first_row, int lane) {
+  UNROLL for (int m = 0; m < kKeyBlocks; m++) {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const QueryLimits limits = visible.key(first_key + m * 16 + C::row(lane, slot));
+      const int first = limits.first - first_row - C::column(lane, 0);
+      const int last = limits.last - first_row - C::column(lane, 0);
+      UNROLL for (int n = 0; n < kQueryBlocks; n++) {
+        UNROLL for (int i = 0; i < C::kRun; i++) {
+          const int e = C::element(slot, i);
+          const int query = n * 16 + C::column(0, e);
+          // Without a right limit a key is hidden from all queries, past the end of the sequence, or from none.
+          const bool before = Visible::kLimitedRight ? query < first : limits.first > 0;
+          if (before || (Visible::kLimitedLeft && query > last)) s[m][n].x[e] = value;
+        }
+      }
+    }
+  }
+}
 
 // Turns products into probabilities. lse: of the queries from first_row on. visit: see transform_scores_of_keys().
 //

@@ -8,6 +8,7 @@
 #include "attn/score_rule.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
+#include "tile/either.cuh"
 #include "tile/shared_tile.cuh"
 
 using StoredKey = Either<config::kFloat8, float8, config::Element>::Type;

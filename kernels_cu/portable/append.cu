@@ -12,6 +12,7 @@
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
+#include "tile/either.cuh"
 
 namespace append {
 
@@ -26,15 +27,7 @@ constexpr int kHeadsOfBlock = kThreads / kLanes;
 constexpr int kPairs = kRotaryDim / 2 / kChunk;
 static_assert(kRotaryDim % (2 * kChunk) == 0, "an access must not straddle the end of what turns");
 
-template <bool kWide>
-struct AngleType {
-  using Type = Element;
-};
-template <>
-struct AngleType<true> {
-  using Type = float;
-};
-using Angle = AngleType<kFloatAngles>::Type;
+using Angle = Either<kFloatAngles, float, Element>::Type;
 
 template <class T>
 struct alignas(kChunk* int(sizeof(T))) Vector {

@@ -24,6 +24,7 @@
 #include "attn/rows.cuh"
 #include "attn/schedule/keys.cuh"
 #include "attn/score_rule.cuh"
+#include "attn/scores.cuh"
 #include "attn/scores_of_keys.cuh"
 #include "attn/sequence.cuh"
 #include "portable/backward_block.cuh"

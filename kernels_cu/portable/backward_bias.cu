@@ -30,7 +30,6 @@ namespace backward_bias {
 using namespace config;
 using M = target::Mma<Element>;
 using C = M::C;
-using Number = Either<kBias == 4, float, Element>::Type;
 
 constexpr int kThreads = kWaves * target::kWave;
 constexpr int kRowWaves = kWaves / kColumnWaves;
@@ -190,7 +189,7 @@ KERNEL LAUNCH_BOUNDS(backward_bias::kThreads,
       p.dbias.partials[(entry * f.bias.rows + i) * f.bias.keys + j] = x;
     } else {
       const int64 at = work.batch * p.dbias.batch + work.head * p.dbias.head + i * p.dbias.row + j * p.dbias.key;
-      static_cast<Number*>(p.dbias.data)[at] = target::from_float<Number>(x);
+      static_cast<BiasElement*>(p.dbias.data)[at] = target::from_float<BiasElement>(x);
     }
   };
   C sum[kRowBlocks][kKeyBlocks];

@@ -12,6 +12,7 @@
 #include "portable/handover.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
+#include "tile/either.cuh"
 
 namespace backward {
 

@@ -20,6 +20,7 @@
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
 #include "tile/copy.cuh"
+#include "tile/either.cuh"
 #include "tile/multiply.cuh"
 
 namespace backward_dq {

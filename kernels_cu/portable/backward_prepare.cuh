@@ -8,7 +8,6 @@
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
-#include "attn/sequence.cuh"
 #include "portable/row_delta.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"

@@ -2,6 +2,7 @@
 // its ring of key tiles, which the lanes of a wave fill by asynchronous copies.
 #include "attn/decode.cuh"
 #include "attn/page_rows.cuh"
+#include "tile/either.cuh"
 #include "tile/wave_copy.cuh"
 
 namespace decode {

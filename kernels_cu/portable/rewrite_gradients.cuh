@@ -5,6 +5,7 @@
 #include "attn/params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
+#include "attn/score_rule.cuh"
 #include "attn/sequence.cuh"
 #include "portable/gradients_alone.cuh"
 #include "target/target.cuh"
@@ -53,7 +54,6 @@ DEVICE void rewrite_sequence(const BackwardParams& p, int sequence, int kv_head,
 
 // Elements of dbias, each by a wave: the sum over all scores that share it.
 DEVICE void rewrite_bias(const BackwardParams& p, int64 wave, int64 waves, int lane) {
-  using Number = typename Either<config::kBias == 4, float, Element>::Type;
   const ForwardParams& f = p.forward;
   const BiasGradient& d = p.dbias;
   const int64 elements = int64(f.bias.rows) * f.bias.keys * d.heads * d.batches;
@@ -61,7 +61,8 @@ DEVICE void rewrite_bias(const BackwardParams& p, int64 wave, int64 waves, int l
   for (int64 n = wave; n < elements; n += waves) {
     const int64 i = n / f.bias.keys % f.bias.rows, j = n % f.bias.keys, entry = n / f.bias.keys / f.bias.rows;
     const int64 batch = entry / d.heads, head = entry % d.heads;
-    Number* const own = static_cast<Number*>(d.data) + batch * d.batch + head * d.head + i * d.row + j * d.key;
+    BiasElement* const own =
+        static_cast<BiasElement*>(d.data) + batch * d.batch + head * d.head + i * d.row + j * d.key;
     const float before = target::to_float(*own);
     if (!target::wave_any(before != before)) continue;
     float sum = 0.0f;
@@ -83,7 +84,7 @@ DEVICE void rewrite_bias(const BackwardParams& p, int64 wave, int64 waves, int l
     }
     target::wave_sync();
     UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) sum += target::shuffle_xor(sum, mask);
-    if (lane == 0) *own = target::from_float<Number>(sum);
+    if (lane == 0) *own = target::from_float<BiasElement>(sum);
   }
 }
 

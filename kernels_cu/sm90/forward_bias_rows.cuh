@@ -10,6 +10,7 @@
 
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_block.cuh"
+#include "tile/either.cuh"
 
 namespace forward {
 

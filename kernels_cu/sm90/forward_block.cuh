@@ -21,6 +21,7 @@
 #include "sm90/tickets.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
+#include "tile/either.cuh"
 
 namespace forward {
 
@@ -119,15 +120,7 @@ using Pv = ptx::Wgmma<Operand, kDepthV>;
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using Meeting = MeetingTiles<kBlockMask, Visible, kClusterQ, kTileK, key_tile_order<Visible>()>;
 using Keys = Meeting::Keys;
-template <bool kLate>
-struct SoftmaxOf {
-  using Type = OnlineSoftmax<C, 1>;
-};
-template <>
-struct SoftmaxOf<true> {
-  using Type = LateOnlineSoftmax<C, 1>;
-};
-using Softmax = SoftmaxOf<kLateScaling>::Type;
+using Softmax = Either<kLateScaling, LateOnlineSoftmax<C, 1>, OnlineSoftmax<C, 1>>::Type;
 
 // Dense batches whose last query rows see the most keys: stream-K counts the keys of each query tile there
 // (UnequalTilesLine in attn/schedule/stream_k.cuh).

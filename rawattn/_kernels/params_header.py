@@ -11,7 +11,7 @@ from rawattn._kernels import helper_params, params, structs
 def text() -> str:
     """The text of the file."""
     declared = [*params.STRUCTS, *helper_params.STRUCTS]  # in this order: the second use the first
-    return structs.text(declared, "rawattn/_kernels/params.py")
+    return structs.text(declared, "params.py and helper_params.py in rawattn/_kernels")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def _leaves(dtype: np.dtype[Any]) -> Iterator[tuple[str, int]]:
 def text(structs: Iterable[Struct], declared_in: str) -> str:
     """The C++ header that declares the structs, in their order."""
     parts = [
-        f"// What the host tells a kernel. Generated from {declared_in}, where it is declared: change that.\n"
+        f"// What the host tells a kernel. Generated from {declared_in}: change it there.\n"
         '#pragma once\n\n#include "target/target.cuh"\n'
     ]
     for struct in structs:
