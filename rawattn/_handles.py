@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 Kept = TypeVar("Kept")
 
+_lock = threading.RLock()  # reentrant, since a signal handler may register an object too
 _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
@@ -27,7 +29,8 @@ def handle_of(*values: object) -> str:
 
 def register(handle: str, new: Kept) -> Kept:
     """The object that already has this handle, else `new`, which gets it. Neither is kept alive."""
-    found: Kept = _objects.setdefault(handle, new)
+    with _lock:
+        found: Kept = _objects.setdefault(handle, new)
     return found
 
 

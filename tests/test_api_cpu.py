@@ -200,3 +200,28 @@ def test_import_is_light(tmp_path: Path) -> None:
         for _ in range(5)
     ]
     assert min(float(run.stdout) for run in runs) <= 0.2
+
+
+_WHILE_TORCH_IS_IMPORTED = """
+import sys, types
+import numpy as np
+import rawattn
+from rawattn import SeqLayout
+
+# As another thread leaves them for seconds while it imports torch.
+for name in ("torch", "torch.autograd", "torch.autograd.forward_ad"):
+    sys.modules[name] = types.ModuleType(name)
+x = np.ones((1, 3, 2, 8), np.float32)
+SeqLayout.from_lengths([2])
+SeqLayout.from_padding_mask(np.ones((1, 3), bool))
+out, lse = rawattn.attention(x, x, x, seqs=SeqLayout(seqlen_q=[3]), return_lse=True)
+rawattn.attention(x, x, x, out=np.empty_like(x))
+rawattn.attention_backward(x, x, x, x, out, lse)
+rawattn.combine([out, out], [lse, lse])
+rawattn.plan(rawattn.attention, x, x, x)(x, x, x)
+rawattn.attention(x, x, x, score_mod=rawattn.ScoreMod("score * 2"))
+"""
+
+
+def test_another_thread_may_import_torch_meanwhile() -> None:
+    subprocess.run([sys.executable, "-c", _WHILE_TORCH_IS_IMPORTED], check=True)

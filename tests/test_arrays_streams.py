@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -84,3 +86,55 @@ def test_no_capsule_is_let_go_of_while_another_is_made() -> None:
     _arrays._capsule(Array())
     assert freed.wait(10)
     assert seen == [True]
+
+
+@pytest.mark.parametrize("handle", [2, 4096])
+def test_a_stream_of_other_code_is_one_of_the_current_device(
+    handle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy enters a stream only on the device that was current when the stream was wrapped. One handle may be on several."""
+    current = [0]
+
+    class Stream:
+        null = None
+
+        @staticmethod
+        def from_external(given: Any) -> tuple[int, int]:
+            return given.__cuda_stream__()[1], current[0]
+
+    runtime = SimpleNamespace(getDevice=lambda: current[0])
+    cuda = SimpleNamespace(Stream=Stream, runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    found = []
+    for current[0] in (6, 7, 6):
+        found.append(streams.external(handle))
+    assert found == [(handle, 6), (handle, 7), (handle, 6)]
+    assert found[0] is found[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="there is no fork")
+def test_a_forked_process_makes_capsules() -> None:
+    """The lock may be held by a thread of the parent, which the child does not have."""
+    code = """
+import os, signal, threading, warnings
+import numpy as np
+from rawattn._interop import arrays, streams
+
+warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+held, end = threading.Event(), threading.Event()
+
+def hold():
+    with streams.capsule_lock:
+        held.set()
+        end.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
+if not (child := os.fork()):
+    signal.alarm(10)
+    arrays._capsule(np.zeros(1))
+    os._exit(0)
+end.set()
+assert os.waitpid(child, 0)[1] == 0, "the child waits for ever"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

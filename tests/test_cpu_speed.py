@@ -6,11 +6,14 @@ gives the ratio measured on two cores, which is well below the bound.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import statistics
 import threading
 import time
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -334,3 +337,49 @@ def test_error_of_a_task_ends_the_call(monkeypatch: pytest.MonkeyPatch, where: s
         run([Task(WORK_OF_A_THREAD, compute)] * 1000)
     assert len(done) < 1000
     assert threading.active_count() == alive
+
+
+def test_an_error_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays of a call that failed are freed with its exception, not later by the garbage collector."""
+    monkeypatch.setattr(cpu_threads, "available_threads", lambda: 3)
+    together = threading.Barrier(3, timeout=10)
+
+    class Kept:
+        pass
+
+    def fail() -> weakref.ref[Kept]:
+        kept = Kept()
+
+        def compute() -> None:
+            together.wait()
+            raise MemoryError(kept)
+
+        with contextlib.suppress(MemoryError):
+            run([Task(WORK_OF_A_THREAD, compute)] * 3)
+        return weakref.ref(kept)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+
+
+def test_without_threads_the_caller_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can be started while Python ends (since 3.12), or if the process has as many as it may."""
+
+    class Refused(threading.Thread):
+        starts = 0
+
+        def start(self) -> None:
+            Refused.starts += 1
+            if Refused.starts == 2:
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(cpu_threads, "Thread", Refused)
+    monkeypatch.setattr(cpu_threads, "available_threads", lambda: 4)
+    done: list[int] = []
+    run([Task(WORK_OF_A_THREAD, lambda n=n: done.append(n)) for n in range(50)])
+    assert sorted(done) == list(range(50))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import pytest
 import rawattn
 from rawattn import SeqLayout
 from rawattn._runtime import graphs, guarded, on_gpu
+from rawattn._runtime.runs import RunMemory
 from tests.counting_gpu import Gpu
 from tests.fast_path_fakes import NBYTES, Array, fake_gpu, of_backward
 
@@ -153,3 +157,26 @@ def test_an_lse_does_not_keep_a_whole_output() -> None:
     assert guarded._places([0, 0]) == ()
     assert guarded._places([2048]) == ()
     assert guarded._places([700, 700, 300]) == (2560, 1024, 2048)
+
+
+def test_threads_that_meet_on_a_stream_share_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may not launch with counters that another one has replaced: their memory is free for others."""
+    runtime = SimpleNamespace(memsetAsync=lambda *_: None)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    together, addresses = threading.Barrier(2, timeout=10), itertools.count(512, 512)
+
+    def keep(nbytes: int, device: int) -> tuple[Any, int]:
+        together.wait()
+        return object(), next(addresses)
+
+    own, memory, found = RunMemory(0, (), (8,)), SimpleNamespace(keep=keep), []
+    threads = [
+        threading.Thread(target=lambda: found.append(own.counters_of(0, memory))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _, kept = own.counters[0]
+    assert found == [kept, kept]

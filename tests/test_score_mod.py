@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import rawattn
-from rawattn import ScoreMod, reference
+from rawattn import ScoreMod, _handles, reference
 from rawattn._scores.program import ScoreText, program
 from rawattn._scores.score_mod import Predicate, require_float32, require_gradient
 from tests.reference_rules import GROUPED, LENS_K, LENS_Q, arrays_of, draw
@@ -366,3 +369,30 @@ def test_copies_are_score_functions_of_their_own(again: Callable[[Any], Any]) ->
     mask = rawattn.block_mask(np.tri(70, dtype=bool))
     assert np.array_equal(again(mask).to_bool(), mask.to_bool())
     assert again(mask).handle != mask.handle
+
+
+def test_threads_that_make_equal_ones_share_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program finds the function by its handle, so there may be no second one that a program does not find."""
+    together = threading.Barrier(2)
+
+    class Objects(WeakValueDictionary[str, Any]):
+        """Its `setdefault` lets another thread run between its two steps, as Python may."""
+
+        def setdefault(self, key: str, default: Any = None) -> Any:
+            found = self.get(key)
+            if found is None:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    together.wait(0.2)
+                self[key] = found = default
+            return found
+
+    monkeypatch.setattr(_handles, "_objects", Objects())
+    made: list[ScoreMod] = []
+    threads = [
+        threading.Thread(target=lambda: made.append(ScoreMod("score * 3.25"))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made[0]._function is made[1]._function is _handles.find(made[0].handle)

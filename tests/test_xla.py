@@ -244,3 +244,19 @@ def test_memory_of_xla_is_given_back() -> None:
     assert handler(ctypes.addressof(frame)) == 9
     assert not held
     assert said == [b"rawattn: MemoryError: 5000 bytes of XLA's device memory: all of it is in use"]
+
+
+def test_an_error_may_have_any_text() -> None:
+    """A path that is no UTF-8 has surrogates in Python. An error that could not be told would count as none."""
+    said: list[bytes] = []
+
+    def create(asked: Any) -> int:
+        said.append(asked.message)
+        return 1
+
+    def run(call: xla.Call) -> None:
+        raise ValueError("/tmp/\udce9")
+
+    frame, alive = _frame(Xla(Error_Create=(xla.ErrorCreate, create)), b"text")
+    assert xla.handler(run)(ctypes.addressof(frame)) == 1 and alive
+    assert said == [rb"rawattn: ValueError: /tmp/\udce9"]

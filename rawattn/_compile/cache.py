@@ -111,7 +111,7 @@ def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> En
             staging.mkdir()
             _mark(staging)  # first, so that it can be removed later if this process dies
             _write_all(staging, files)
-            (staging / "meta.json").write_text(json.dumps(full, indent=1) + "\n")
+            (staging / "meta.json").write_text(json.dumps(full, indent=1) + "\n", "utf-8")
             for _ in range(_TRIES):
                 if _rename(staging, final):
                     return Entry(final, full, dict(files))
@@ -127,10 +127,10 @@ def publish(key: str, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> En
         return None
 
 
-def keep_failure(key: str, files: Mapping[str, bytes]) -> Path:
+def keep_failure(key: str, files: Mapping[str, bytes]) -> Path | None:
     """Keep the files of a failed compilation for inspection; returns their directory.
 
-    It is in the cache if possible, else a new temporary directory.
+    It is in the cache if possible, else a new temporary directory, else None.
     """
     try:
         kept = _ensure_directory() / f"{key[:_NAME_DIGITS]}.failed"
@@ -141,7 +141,10 @@ def keep_failure(key: str, files: Mapping[str, bytes]) -> Path:
             return _write_all(kept, files)
     except OSError:
         pass
-    return _write_all(Path(tempfile.mkdtemp(prefix="rawattn-failed-")), files)
+    try:
+        return _write_all(Path(tempfile.mkdtemp(prefix="rawattn-failed-")), files)
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager
@@ -165,6 +168,9 @@ def lock(key: str, timeout: float = _LOCK_SECONDS) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 if _is_marked(path) and os.path.samestat(os.fstat(handle), path.lstat()):
                     path.unlink()
+            # Closing alone leaves the lock to a process that another thread has forked meanwhile.
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 
@@ -174,8 +180,11 @@ def entries() -> list[tuple[Path, Entry | None]]:
     if not root.exists():
         return []
     ours = [path for path in root.iterdir() if _ENTRY.fullmatch(path.name) and _is_ours(path)]
-    found = sorted(((path.stat().st_mtime, path) for path in ours), reverse=True)
-    return [(path, _read(path)) for _, path in found]
+    found = []
+    for path in ours:
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            found.append((path.stat().st_mtime, path))
+    return [(path, _read(path)) for _, path in sorted(found, reverse=True)]
 
 
 def clear() -> int:
@@ -297,7 +306,7 @@ def _acquire(path: Path, timeout: float) -> int | None:
                     os.close(handle)
                     return None
                 time.sleep(_POLL_SECONDS)
-    except OSError:
+    except BaseException:  # KeyboardInterrupt too
         os.close(handle)
         raise
 

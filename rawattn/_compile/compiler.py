@@ -260,11 +260,12 @@ def _compile(source: Source, arch: str, request: _Request) -> Cubin:
     files = {"kernel.cu": source.text.encode(), "kernel.cubin": image}
     if log:
         files["log.txt"] = log.encode()
+    # Kept before it is written: the warning that it cannot be written may be an error.
+    cubin = _in_memory[request.key] = Cubin(None, image, meta, log)
     entry = cache.publish(request.key, files, meta)
-    if entry is None:
-        cubin = _in_memory[request.key] = Cubin(None, image, meta, log)
-    else:
+    if entry is not None:
         cubin = _cubin(entry)
+        _in_memory.pop(request.key, None)
     if seconds > _SLOW_SECONDS:
         where = "in memory" if cubin.path is None else cubin.path.parent
         _announce(f"compiled {source.summary} for {arch} in {seconds:.1f} s ({where})")
@@ -319,11 +320,12 @@ def _ptxas_report(log: str, entry: str) -> dict[str, int]:
 def _failure(source: Source, arch: str, request: _Request, log: str) -> CompileError:
     files = {"kernel.cu": source.text.encode(), "log.txt": log.encode()}
     kept = cache.keep_failure(request.key, files)
+    place = "not kept, since no directory can be written" if kept is None else kept / "kernel.cu"
     tail = "\n".join(f"    {line}" for line in log.splitlines()[-_LOG_TAIL:])
     return CompileError(
         f"{source.entry} did not compile for {arch} (NVRTC {request.nvrtc})\n"
         f"  kernel: {source.summary}\n"
-        f"  source: {kept / 'kernel.cu'}\n"
+        f"  source: {place}\n"
         f"  headers: {kernels_dir()}\n"
         f"  last lines of the log:\n{tail}",
         log,

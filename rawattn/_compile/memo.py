@@ -61,7 +61,7 @@ def remember(version: str) -> None:
 
 def _note() -> Path:
     environment = [sys.prefix, *(os.environ.get(name, "") for name in _VARIABLES)]
-    digest = hashlib.sha256("\0".join(environment).encode()).hexdigest()
+    digest = hashlib.sha256(os.fsencode("\0".join(environment))).hexdigest()
     return cache.directory() / f"compiler-{digest[:16]}.json"
 
 

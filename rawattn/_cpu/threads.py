@@ -8,6 +8,7 @@ BLAS's own threads stay idle.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections import deque
@@ -43,16 +44,24 @@ def run(tasks: Sequence[Task]) -> None:
     remaining, errors = deque(largest_first), list[BaseException]()
     helpers = [Thread(target=_help, args=(remaining, errors)) for _ in range(threads - 1)]
     try:
-        for helper in helpers:
-            helper.start()
+        # None can be started while Python ends (since 3.12), or if the process has as many as it may.
+        with contextlib.suppress(RuntimeError):
+            for helper in helpers:
+                helper.start()
         _compute(remaining)
     finally:
         remaining.clear()
         for helper in helpers:
             if helper.ident is not None:
                 helper.join()
-    if errors:
-        raise errors[0]
+        # Tracebacks have the frames that have `errors`, so exceptions in it would keep themselves and the arrays alive.
+        first = errors[0] if errors else None
+        errors.clear()
+    if first is not None:
+        try:
+            raise first
+        finally:
+            del first
 
 
 def _compute(remaining: deque[Task]) -> None:

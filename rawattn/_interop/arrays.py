@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from rawattn._interop import dlpack, forward_mode, native, streams
+from rawattn._interop import dlpack, forward_mode, imported, native, streams
 from rawattn._interop.advice import array_advice
 from rawattn._interop.streams import compute_stream
 from rawattn._interop.xla import is_traced
@@ -154,9 +154,16 @@ def import_array(name: str, obj: Any, *, stream: cupy.cuda.Stream | None = None)
         ) from error
 
 
+def unwritable(name: str, framework: str) -> str:
+    """The message for an array to write that is read-only."""
+    if framework in _IMMUTABLE:
+        return f"{name}: got an array of {framework}, which never changes; pass one of NumPy, CuPy or torch"
+    return f"{name}: got a read-only array; pass a writable one"
+
+
 def is_recording() -> bool:
     """Whether autograd would record now: torch's grad mode is on or a forward-mode level is open. True without torch."""
-    torch = sys.modules.get("torch")
+    torch = imported.torch()
     return torch is None or bool(torch.is_grad_enabled()) or forward_mode.is_on()
 
 
@@ -176,7 +183,7 @@ def refuse_gradients(names: Sequence[str], arrays: Sequence[Any]) -> None:
     tracer.
     """
     forward_mode.refuse_tangents(names, arrays)
-    torch = sys.modules.get("torch")
+    torch = imported.torch()
     for name, x in zip(names, arrays, strict=True):
         if is_traced(x):
             raise TypeError(f"{name}: got a JAX tracer; {array_advice(x, name)}")
@@ -198,7 +205,7 @@ def refuse_gradients_of_written(names: Sequence[str], arrays: Sequence[Any]) -> 
     Autograd would attribute the written values to the operations that it recorded for the old ones.
     """
     forward_mode.refuse_tangents(names, arrays)
-    torch = sys.modules.get("torch")
+    torch = imported.torch()
     if torch is None:
         return
     for name, x in zip(names, arrays, strict=True):

@@ -21,10 +21,9 @@ def is_compiling() -> bool:
 
     `torch.compiler.is_compiling` is not used: during a compilation it is true also for calls on tensors with values.
     """
-    torch = sys.modules.get("torch")
-    if torch is None:
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    if compiler is None:  # without torch, or while another thread imports it
         return False
-    compiler = torch.compiler
     return bool(compiler.is_dynamo_compiling() or compiler.is_exporting())
 
 

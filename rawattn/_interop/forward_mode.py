@@ -12,7 +12,8 @@ _NONE = "there are no forward-mode derivatives"
 def is_on() -> bool:
     """Whether a forward-mode level is open, so that tensors may have tangents."""
     forward_ad = sys.modules.get("torch.autograd.forward_ad")
-    return forward_ad is not None and forward_ad._current_level >= 0
+    # The attribute is missing while another thread imports torch.
+    return forward_ad is not None and getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def refuse_tangents(names: Sequence[str], arrays: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import queue
 import sys
 import threading
@@ -67,7 +68,7 @@ def current_stream(framework: str, device: int) -> int | None:
 def compute_stream(framework: str, device: int) -> cupy.cuda.Stream:
     """The stream for work on arrays of `framework`, as a CuPy stream: torch's current one for torch, else CuPy's."""
     current = import_cupy().cuda.get_current_stream(device)
-    wanted = current_stream("torch", device) if framework == "torch" else current.ptr
+    wanted: int = torch_stream()(device) if framework == "torch" else current.ptr
     return current if wanted == current.ptr else external(wanted)
 
 
@@ -79,12 +80,21 @@ class _Foreign:
         return 0, self._handle
 
 
-@functools.lru_cache(maxsize=64)
 def external(handle: int) -> Any:
-    """A stream that other code made, as a CuPy stream."""
+    """A stream that other code made on the current device, as a CuPy stream."""
     import cupy
 
-    return cupy.cuda.Stream.from_external(_Foreign(handle)) if handle else cupy.cuda.Stream.null
+    if not handle:
+        return cupy.cuda.Stream.null
+    return _external(handle, cupy.cuda.runtime.getDevice())
+
+
+@functools.lru_cache(maxsize=64)
+def _external(handle: int, device: int) -> Any:
+    """device: the current one, which CuPy takes for the stream's. A handle such as `PER_THREAD_DEFAULT` is on every device."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_Foreign(handle))
 
 
 class _Replaced(threading.local):
@@ -212,6 +222,16 @@ class Borrowed:
 # Held while a capsule is made, and while `_free` releases one: jaxlib counts a buffer's capsules without a lock, and aborts the
 # process if two threads have corrupted the count.
 capsule_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """The thread that holds the lock may not be in a forked process."""
+    global capsule_lock  # noqa: PLW0603
+    capsule_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 _dying: queue.SimpleQueue[tuple[Any, object]] = queue.SimpleQueue()
 

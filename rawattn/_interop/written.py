@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rawattn._interop import imported
+
 # By the type of an array: whether it is a torch tensor. To ask torch takes 0.2 us each time.
 _are_tensors: dict[type, bool] = {}
 
@@ -20,7 +22,7 @@ def bump_versions(*arrays: Any) -> None:
     for x in arrays:
         is_tensor = _are_tensors.get(type(x))
         if is_tensor is None:
-            torch = sys.modules.get("torch")
+            torch = imported.torch()
             is_tensor = torch is not None and isinstance(x, torch.Tensor)
             _are_tensors[type(x)] = is_tensor
         if is_tensor:
@@ -29,8 +31,8 @@ def bump_versions(*arrays: Any) -> None:
 
 def version_bumper(*arrays: Any) -> Callable[[], None] | None:
     """A function that reports a write of all the torch tensors among `arrays`; None if there are none."""
-    torch = sys.modules.get("torch")
+    torch = imported.torch()
     tensors = [] if torch is None else [x for x in arrays if isinstance(x, torch.Tensor)]
     if len(tensors) == 1:
-        return functools.partial(torch.autograd.graph.increment_version, tensors[0])  # type: ignore[union-attr]
+        return functools.partial(torch.autograd.graph.increment_version, tensors[0])
     return functools.partial(bump_versions, *tensors) if tensors else None

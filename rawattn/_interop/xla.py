@@ -281,7 +281,8 @@ class _Xla:
         code = next(code for kind, code in _CODES if isinstance(error, kind))
         lines = traceback.format_exception_only(type(error), error)
         message = "rawattn: " + "".join(lines).strip().replace("\0", "")
-        request = ErrorCreate(ctypes.sizeof(ErrorCreate), None, message.encode(), code)
+        text = message.encode(errors="backslashreplace")  # it may have surrogates, as of a path
+        request = ErrorCreate(ctypes.sizeof(ErrorCreate), None, text, code)
         created: int = self._error_create(byref(request))
         return created
 

@@ -50,7 +50,8 @@ def _others_run() -> bool:
             if int(thread) in own:
                 continue
             # It may have ended.
-            with suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:
+            path = f"/proc/self/task/{thread}/stat"
+            with suppress(OSError), open(path, encoding="utf-8") as file:
                 if file.read().rpartition(")")[2].split()[0] == "R":
                     return True
     return False

@@ -6,7 +6,6 @@ struct and three tensor maps that takes longer than the driver's launch.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import struct
@@ -152,7 +151,12 @@ def load_all(sources: Iterable[Source], device: int) -> None:
         return
     arch = compiler.device_arch(device)
     with ThreadPoolExecutor(len(missing)) as pool:
-        cubins = list(pool.map(lambda source: compiler.compile_source(source, arch), missing))
+        try:
+            found = [pool.submit(compiler.compile_source, source, arch) for source in missing]
+        except RuntimeError:
+            # No thread can be started while Python ends, or if the process has as many as it may. `load` needs none.
+            return
+        cubins = [each.result() for each in found]
     for source, cubin in zip(missing, cubins, strict=True):
         _load_once(source, device, cubin)
 
@@ -185,13 +189,21 @@ def target(device: int) -> Target:
 def _load(cubin: Cubin, entry: str, device: int) -> Kernel:
     import cupy
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cupy.cuda.Device(device))
-        path = cubin.path
-        if path is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rawattn-"))
+    def load(path: Path) -> Kernel:
+        # CuPy loads the file at first use. `Kernel` uses it at once, while the file exists and the device is current.
+        return Kernel(cupy.RawModule(path=str(path)).get_function(entry))
+
+    with cupy.cuda.Device(device):
+        if cubin.path is not None:
+            try:
+                return load(cubin.path)
+            except UnicodeEncodeError:  # CuPy takes only paths that are UTF-8
+                pass
+            except Exception:
+                if cubin.path.exists():
+                    raise
+                # Another process has cleared the cache since the file was read.
+        with tempfile.TemporaryDirectory(prefix="rawattn-") as folder:
             path = Path(folder, "kernel.cubin")
             path.write_bytes(cubin.image)
-        function = cupy.RawModule(path=str(path)).get_function(entry)
-        # CuPy loads the file at first use. `Kernel` uses it at once, while the file exists and the device is current.
-        return Kernel(function)
+            return load(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -170,7 +171,8 @@ class GpuPlan:
         if sys.is_finalizing() or not hasattr(self, "_planned"):
             return
         for stream in self._planned.streams:
-            streams.order(stream, self._stream, self._device)
+            with contextlib.suppress(Exception):  # a stream that was destroyed
+                streams.order(stream, self._stream, self._device)
 
     def _misaligned(self, addresses: Sequence[int]) -> ValueError:
         """The error for an option's array whose alignment differs from that of planning time.

@@ -51,7 +51,8 @@ class RunMemory:
         key = own_stream(stream)
         found = self.counters.get(key)
         if found is None:
-            found = self.counters[key] = self.zeros(stream, memory)
+            # Another thread may have entered its own meanwhile. All use those: memory of others would be freed before a launch.
+            found = self.counters.setdefault(key, self.zeros(stream, memory))
         return found[1]
 
     def zeros(self, stream: int, memory: Memory) -> tuple[Any, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,32 @@ def test_clear_removes_damaged_entries(cache: Path, text: str) -> None:
     assert _cache.entries() == [(entry.path, None)]
     assert _cache.clear() == 1
     assert names(cache) == set()
+
+
+def test_an_environment_that_is_no_utf8(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python reads other bytes in a variable as surrogates."""
+    library = tmp_path / "libnvrtc.so"
+    library.touch()
+    monkeypatch.setattr(memo, "_loaded", lambda: {str(library)})
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/\udce9")
+    memo.remember("13.0")
+    assert memo.recall() == "13.0"
+
+
+def test_an_entry_that_goes_while_they_are_listed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("a", "b"):
+        _cache.publish(key_of(text), FILES, META)
+    is_ours, gone = _cache._is_ours, cache / key_of("b")[:32]
+
+    def removing(path: Path) -> bool:
+        found = is_ours(path)
+        if path == gone:
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(_cache, "_is_ours", removing)
+    assert [path.name for path, _ in _cache.entries()] == [key_of("a")[:32]]

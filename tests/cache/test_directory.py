@@ -98,7 +98,7 @@ def test_mode_bits_of_a_read_only_directory(cache: Path) -> None:
 
 
 def test_full_disk_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path, content: str) -> int:
+    def full(self: Path, content: str, encoding: str) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(_cache.Path, "write_text", full)
@@ -141,3 +141,12 @@ def test_why_unwritable(cache: Path) -> None:
 def test_why_unwritable_by_mode_bits(cache: Path) -> None:
     cache.mkdir(mode=0o500)
     assert "Permission denied" in str(_cache.why_unwritable())
+
+
+def test_a_failure_that_cannot_be_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    cache.write_text("a file")
+    monkeypatch.setattr(_cache.tempfile, "mkdtemp", full)
+    assert _cache.keep_failure(KEY, {"kernel.cu": b"text"}) is None

@@ -103,3 +103,48 @@ def test_without_file_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cache, "fcntl", None)
     with _cache.lock(KEY), _cache.lock(KEY):
         pass
+
+
+def test_an_interrupted_wait_leaves_no_file_open(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = [], os.close
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def counted(handle: int) -> None:
+        closed.append(handle)
+        close(handle)
+
+    with _cache.lock(KEY):
+        monkeypatch.setattr(_cache.time, "sleep", interrupted)
+        monkeypatch.setattr(_cache.os, "close", counted)
+        with pytest.raises(KeyboardInterrupt), _cache.lock(KEY):
+            pass
+        assert len(closed) == 1
+    with _cache.lock(KEY, timeout=0.0):
+        pass
+
+
+def test_a_lock_ends_although_a_process_was_forked_inside(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A child of a fork shares the open file, here as by `os.dup`, and with it the lock."""
+    acquire, copies = _cache._acquire, []
+
+    def forked(path: Path, timeout: float) -> int | None:
+        handle = acquire(path, timeout)
+        assert handle is not None
+        copies.append(os.dup(handle))
+        return handle
+
+    cache.mkdir()
+    (cache / f"{KEY[:32]}.lock").write_text("of somebody else, so it stays")
+    with monkeypatch.context() as patch:
+        patch.setattr(_cache, "_acquire", forked)
+        with _cache.lock(KEY):
+            pass
+    with _cache.lock(KEY, timeout=0.0):
+        assert "compiling without it" not in caplog.text
+    os.close(copies[0])

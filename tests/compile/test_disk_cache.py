@@ -167,3 +167,14 @@ def test_unwritable_directory_keeps_kernels_in_memory(cache: Path, compiled: lis
     assert cubin.meta["registers"] > 0
     assert compile_source(SOURCE, "sm_80") == cubin == compiler.find(SOURCE, "sm_80")
     assert len(compiled) == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_does_not_lose_the_kernel(
+    cache: Path, compiled: list[str]
+) -> None:
+    cache.write_text("a file where the directory should be")
+    with pytest.raises(RuntimeWarning, match="cannot write its kernel cache"):
+        compile_source(SOURCE, "sm_80")
+    assert compile_source(SOURCE, "sm_80").image
+    assert len(compiled) == 1

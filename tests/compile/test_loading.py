@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,3 +116,58 @@ def test_load_from_disk_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel.load(source, 0)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.030
+
+
+@pytest.mark.parametrize("why", ["removed", "no UTF-8"])
+def test_a_kernel_whose_file_cannot_be_loaded(
+    why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another process may clear the cache after the kernel was read. CuPy takes no path with other bytes than UTF-8."""
+    import cupy
+
+    def loaded(path: str) -> Any:
+        return types.SimpleNamespace(get_function=lambda entry: Path(path.encode().decode()))
+
+    monkeypatch.setattr(cupy.cuda, "Device", contextlib.nullcontext)
+    monkeypatch.setattr(cupy, "RawModule", loaded)
+    monkeypatch.setattr(kernel, "Kernel", lambda path: path.read_bytes())
+    path = tmp_path / ("kernel.cubin" if why == "removed" else "\udce9.cubin")
+    if why != "removed":
+        path.write_bytes(b"never read")
+    assert kernel._load(compiler.Cubin(path, b"image", {}, ""), "k", 0) == b"image"
+
+
+def test_a_file_that_does_not_load_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import cupy
+
+    def refused(path: str) -> Any:
+        raise RuntimeError("no kernel image for this device")
+
+    monkeypatch.setattr(cupy.cuda, "Device", contextlib.nullcontext)
+    monkeypatch.setattr(cupy, "RawModule", refused)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(b"image")
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        kernel._load(compiler.Cubin(path, b"image", {}, ""), "k", 0)
+
+
+def test_without_threads_kernels_are_compiled_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No thread can be started while Python ends, or if the process has as many as it may."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sources = [Source("k", f"{TEXT}// {i}", "test") for i in range(2)]
+    compiled: list[Source] = []
+    monkeypatch.setattr(compiler, "device_arch", lambda device: "sm_80")
+    monkeypatch.setattr(compiler, "compile_source", lambda source, arch: compiled.append(source))
+    monkeypatch.setattr(kernel, "_load", lambda cubin, entry, device: object())
+    monkeypatch.setattr(kernel.ThreadPoolExecutor, "submit", refused)
+    kernel.load_all(sources, 7)
+    for source in sources:
+        kernel.load(source, 7)
+    assert compiled == sources

@@ -114,3 +114,9 @@ def test_import_needs_no_cupy() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
     )
+
+
+def test_a_failure_is_told_where_its_source_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler.cache, "keep_failure", lambda key, files: None)
+    with pytest.raises(CompileError, match=r"source: not kept.*\n(.*\n)*.*undefined_0"):
+        compile_source(kernel("undefined_0();"), "sm_80")
