@@ -206,6 +206,21 @@ def test_a_tensor_changed_in_place_is_seen(changed: str) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("changed", ["seqlen_k", "position_q"])
+def test_an_array_of_lengths_changed_in_place_is_seen(changed: str) -> None:
+    """Where the call is compiled."""
+    q, k, v = leaves(*random("cpu"))
+    arrays = {name: torch.tensor([3, 5]) for name in ("seqlen_k", "position_q", "position_k")}
+
+    def run(q: Any, **arrays: Any) -> Any:
+        return attention(q, k, v, causal=True, seqs=rawattn.SeqLayout(**arrays))
+
+    out = torch.compile(run, fullgraph=True, backend="eager")(q, **arrays)
+    arrays[changed].sub_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -16,6 +16,7 @@ import rawattn
 import rawattn.torch
 from rawattn._call import integers
 from rawattn._call.options import Options
+from rawattn._call.seq_layout import ARRAYS
 from rawattn._handles import find
 from rawattn._interop.integers import TensorIntegers
 from rawattn._torch import ops
@@ -210,6 +211,10 @@ def test_lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = torch.compile(run, fullgraph=True, backend="eager")(q)
     torch.testing.assert_close(found, attention(q, k, v, seqs=host) + 1)
+
+
+def test_the_operator_takes_what_layouts_have() -> None:
+    assert ops.Layout._fields == (*ARRAYS, "max_seqlen_q", "max_seqlen_k")
 
 
 def test_the_operator_is_what_torch_expects() -> None:

@@ -105,6 +105,8 @@ def attention(
     ------
     TypeError, ValueError, NotImplementedError
         As `rawattn.attention`, before anything is launched. float64 raises TypeError.
+    ImportError
+        For tensors on a GPU where CuPy, which loads the kernels, is not installed.
     RuntimeError
         If the gradient itself is differentiated, or a tensor has a forward-mode tangent: only first derivatives in reverse
         mode are supported.

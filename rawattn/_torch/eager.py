@@ -9,10 +9,11 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from rawattn import ScoreMod, attention, attention_backward
+from rawattn import ScoreMod, SeqLayout, attention, attention_backward
 from rawattn._call.argument_kinds import argument_kinds, check_arguments
-from rawattn._call.options import DEFAULTS, Options, flag
+from rawattn._call.options import ARRAYS, DEFAULTS, Options, flag
 from rawattn._interop.forward_mode import lost_tangent
+from rawattn._interop.integers import TensorIntegers
 from rawattn._torch.captured import checked, tensors_of, with_tensors
 
 Parameters = ParamSpec("Parameters")
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 _OF_BACKWARD = "deterministic"
 # Options that may be tensors. They go through `save_for_backward`, so that autograd refuses one that was changed in place
 # between the forward and the backward.
-_TENSOR_OPTIONS = ("bias", "sink_logits", "mask", "alibi_slopes", "seed")
+_TENSOR_OPTIONS = (*ARRAYS, "seed")
 # Options that neither are tensors nor hold any. With these alone, only q, k and v decide whether autograd records the call.
 _NON_TENSOR_OPTIONS = {*Options._fields, "return_lse"} - {*_TENSOR_OPTIONS, "score_mod"}
 
@@ -132,17 +133,20 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
         given.update(zip(names, tensors))  # noqa: B905  # the rest are a score function's tensors
         given.pop(_OF_BACKWARD, None)
         out, lse = attention(q, k, v, **given)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        lengths = _read_in_place(options["seqs"]) if "seqs" in options else ()
+        ctx.save_for_backward(*lengths, q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
         ctx.call = options, names
+        ctx.lengths = len(lengths)
         return (out, lse) if with_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors[ctx.lengths :]
         if torch.is_grad_enabled():  # the gradients may be differentiated again (create_graph=True)
-            gradients: tuple[Any, ...] = _FirstDerivative.apply(ctx, dout, dlse, *ctx.saved_tensors)
+            gradients: tuple[Any, ...] = _FirstDerivative.apply(ctx, dout, dlse, *saved)
             return gradients
-        return _gradients(ctx, dout, dlse, *ctx.saved_tensors)
+        return _gradients(ctx, dout, dlse, *saved)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -150,6 +154,17 @@ class Recorded(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
         captured = tensors_of(options["score_mod"]) if "score_mod" in options else ()
         inputs = ("options", "names", "q", "k", "v", *names, *captured)
         raise lost_tangent(inputs[[x is not None for x in tangents].index(True)])
+
+
+def _read_in_place(seqs: SeqLayout | None) -> list[Any]:
+    """The layout's tensors on a GPU. The backward reads them where they lie, so autograd must refuse one that was changed.
+
+    Without those that were read on a stream that is not CuPy's current one, of which the layout keeps CuPy's view alone.
+    """
+    if seqs is None:
+        return []
+    found = (x.tensor for x in seqs._arrays.values() if type(x) is TensorIntegers)
+    return [x for x in found if not x.is_inference()]  # autograd saves no other
 
 
 class _FirstDerivative(torch.autograd.Function):  # type: ignore[misc]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rawattn import ScoreMod, SeqLayout, attention, attention_backward
-from rawattn._call.options import DEFAULTS, ForwardOptions, Options, flag
+from rawattn._call.options import ARRAYS, DEFAULTS, ForwardOptions, Options, flag
 from rawattn._handles import find
 from rawattn._interop import dynamo, forward_mode
 from rawattn._interop.integers import TensorIntegers
@@ -21,11 +21,6 @@ from rawattn._torch.captured import checked, tensors_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_LAYOUT = (
-    "Tensor? seqstart_q, Tensor? seqstart_k, Tensor? seqlen_q, Tensor? seqlen_k, "
-    "Tensor? cu_seqlen_q, Tensor? cu_seqlen_k, Tensor? position_q, Tensor? position_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k"
-)
 # The types of options (annotations of `ForwardOptions`) in torch's schema language.
 _TYPES = {
     **{"bool": "bool", "int": "SymInt", "int | None": "SymInt?", "float": "float"},
@@ -44,7 +39,7 @@ _SPLIT_OPTIONS = {
 
 
 def _parameters() -> tuple[str, ...]:
-    """The schema of an operator's arguments behind those of `_LAYOUT`: all options but `seqs`, then what is no option."""
+    """The schema of an operator's arguments behind those of a `Layout`: all options but `seqs`, then what is no option."""
     found: list[str] = []
     for name, annotation in ForwardOptions.__annotations__.items():
         if name != "seqs":
@@ -58,7 +53,7 @@ _NAMES = tuple(parameter.split()[1] for parameter in _PARAMETERS)
 
 
 class Layout(NamedTuple):
-    """A `SeqLayout` as the operators take it: its arrays as tensors."""
+    """A `SeqLayout` as the operators take it: its arrays as tensors, then the bounds of its lengths."""
 
     seqstart_q: Any = None
     seqstart_k: Any = None
@@ -73,6 +68,7 @@ class Layout(NamedTuple):
 
 
 _LAYOUT_AT = 3
+_MAXIMA_AT = _LAYOUT_AT + Layout._fields.index("max_seqlen_q")
 _OPTIONS_AT = _LAYOUT_AT + len(Layout._fields)
 _TENSOR_ARGUMENTS = tuple(x.split()[1] for x in _PARAMETERS if x.startswith("Tensor?"))
 _INDICES = {name: _OPTIONS_AT + n for n, name in enumerate(_NAMES)}
@@ -93,13 +89,10 @@ def layout_of(seqs: SeqLayout | None) -> Layout:
 def with_tensors(options: Options) -> Options:
     """Options of a call that is not compiled, under a dispatch mode: what NumPy has made as tensors and Python's own values."""
     arrays = {name: x for name, x in options._asdict().items() if isinstance(x, np.ndarray)}
-    found = {name: _tensor_of_array(x) for name, x in arrays.items() if name in _ARRAYS}
+    found = {name: _tensor_of_array(x) for name, x in arrays.items() if name in (*ARRAYS, "seed")}
     if isinstance(options.causal, np.bool_):
         found["causal"] = bool(options.causal)
     return options._replace(**found) if found else options
-
-
-_ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits", "seed")
 
 
 def _tensor_of_array(array: np.ndarray) -> torch.Tensor:
@@ -141,7 +134,7 @@ def arguments_of(options: Options, deterministic: Any, backend: str | None) -> t
 
 
 def _check(options: Options) -> None:
-    for name in ("bias", "mask", "alibi_slopes", "sink_logits"):
+    for name in ARRAYS:
         x = getattr(options, name)  # under torch.compile NumPy arrays are tensors
         if isinstance(x, (bool, int, float, str, list, tuple)):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor or None")
@@ -341,18 +334,19 @@ def _backward_shapes(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.set_materialize_grads(False)
     options = _named(inputs[_LAYOUT_AT:])
-    tensors = (*inputs[:3], *output, *inputs[_LAYOUT_AT : _LAYOUT_AT + 6])
+    tensors = (*inputs[:3], *output, *inputs[_LAYOUT_AT:_MAXIMA_AT])
     ctx.save_for_backward(
         *tensors, *(options[name] for name in _TENSOR_ARGUMENTS), *options["captured"]
     )
-    ctx.maxima = inputs[_LAYOUT_AT + 6 : _OPTIONS_AT]
+    ctx.maxima = inputs[_MAXIMA_AT:_OPTIONS_AT]
     ctx.options = {**options, **dict.fromkeys(_TENSOR_ARGUMENTS), "captured": ()}
 
 
 def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, *others = ctx.saved_tensors
-    layout = (*others[:6], *ctx.maxima)
-    saved, captured = others[6 : 6 + len(_TENSOR_ARGUMENTS)], others[6 + len(_TENSOR_ARGUMENTS) :]
+    arrays = _MAXIMA_AT - _LAYOUT_AT
+    layout, others = (*others[:arrays], *ctx.maxima), others[arrays:]
+    saved, captured = others[: len(_TENSOR_ARGUMENTS)], others[len(_TENSOR_ARGUMENTS) :]
     options = {
         **ctx.options,
         **dict(zip(_TENSOR_ARGUMENTS, saved, strict=True)),
@@ -375,7 +369,8 @@ def _gradients(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     return tuple(gradients)
 
 
-_SCHEMA = f"{_LAYOUT}, {', '.join(_PARAMETERS)}"
+_KINDS = tuple("SymInt?" if name.startswith("max") else "Tensor?" for name in Layout._fields)
+_SCHEMA = ", ".join((*map(" ".join, zip(_KINDS, Layout._fields, strict=True)), *_PARAMETERS))
 
 
 _attention = torch.library.custom_op(

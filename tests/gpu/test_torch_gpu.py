@@ -89,6 +89,23 @@ def test_lengths_on_the_gpu() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_on_the_gpu_that_change_before_the_backward_are_refused(packed: bool) -> None:
+    q, k, v = leaves(*random("cuda"))
+    if packed:
+        starts = torch.tensor([0, 5, 33], device="cuda", dtype=torch.int32)
+        layout = rawattn.SeqLayout(seqstart_q=starts)
+        q, k, v = (x[0] for x in (q, k, v))
+    else:
+        starts = torch.tensor([5, 33], device="cuda", dtype=torch.int32)
+        layout = rawattn.SeqLayout(seqlen_q=starts, seqlen_k=starts)
+    kept, out = (attention(q, k, v, seqs=layout, causal=True) for _ in range(2))
+    kept.sum().backward()
+    starts[1] -= 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_deterministic() -> None:
     given = [x.bfloat16() for x in random("cuda", rows=2000)]
     first, second = (
