@@ -122,7 +122,7 @@ def appended(
         phases = np.arange(max(lens_k) + 2)[:, None] * 100.0 ** -np.linspace(0, 1, rotary_dim // 2)
         rotary = np.cos(phases).astype(angles), np.sin(phases).astype(angles)
         call.q[~call.rows] = np.nan
-    return Appended(call, k, v, rotary, interleaved)
+    return Appended(call, k, v, rotary, interleaved and rotary is not None)
 
 
 def _slots(call: Paged) -> list[tuple[int, int]]:

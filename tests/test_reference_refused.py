@@ -50,6 +50,38 @@ def test_appends_that_are_refused(change: dict[str, Any], says: str) -> None:
         reference.append_kv(**{**given, "seqlen_k": [3, 3], **change})
 
 
+def test_arguments_are_those_of_the_library() -> None:
+    """A call of the reference takes what a call of the library takes; of unknown arguments both say the same."""
+    given = {"k": K, "v": K, "k_pages": POOL, "v_pages": POOL, "block_table": TABLE}
+    given |= {"seqlen_k": [3, 3]}
+    angles = {"q": K, "rotary": (ANGLES, ANGLES)}
+    target = np.zeros(K.shape)
+    found = reference.append_kv(**given, **angles, out=target, validate=True, backend="cpu")
+    assert found[2] is target
+    np.testing.assert_array_equal(target, reference.append_kv(**given, **angles)[2])
+    for change, says in (
+        ({"q": K}, "q: got queries without rotary"),
+        ({"interleaved": True}, "interleaved: got True without rotary"),
+        ({"out": target}, "out: got an array without q"),
+        ({"slots": K}, "slots: rawattn.reference.append_kv has no such argument"),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(says)}"):
+            reference.append_kv(**given, **change)
+    queries = K.copy()
+    with pytest.raises(ValueError, match=r"^out: shares memory with q"):
+        reference.append_kv(**{**given, **angles, "q": queries}, out=queries)
+    outs, lses = [K, K], [K[..., 0].swapaxes(1, 2)] * 2
+    target = np.zeros(K.shape)
+    assert reference.combine(outs, lses, out=target, dtype="float16")[0] is target
+    np.testing.assert_array_equal(target, reference.combine(outs, lses)[0])
+    with pytest.raises(TypeError, match=r"^dtype: got 'int8'"):
+        reference.combine(outs, lses, dtype="int8")
+    with pytest.raises(TypeError, match=r"^axis: rawattn\.reference\.combine has no such argument"):
+        reference.combine(outs, lses, axis=0)
+    with pytest.raises(ValueError, match=r"^out: shares memory with outs\[0\]"):
+        reference.combine(outs, lses, out=K)
+
+
 def test_pages_are_named() -> None:
     with pytest.raises(ValueError, match=r"^k_pages: got D = 8"):
         reference.paged_attention(K[..., :4], POOL, POOL, TABLE, seqlen_k=[3, 3])

@@ -203,3 +203,28 @@ def test_which_kernels_read_pages() -> None:
     assert family_of(1, 64, 32768, 16) == "sm90"
     assert family_of(1, 64, 1000, 16) == "sm90"
     assert family_of(8, 512, 8192, 16, num_splits=2) == "portable"
+
+
+_FOLDED = {"ragged", "right", "scale_first", "softcap", "paged", "float8"}
+_GATHERED = {"left", "right", "top_left", "positions", "block_mask", "scale_first", "softcap"}
+_GATHERED |= {"sink_logits", "paged", "float8"}
+# All features. A new one fails the test below until it is decided which families have code for it.
+_FEATURES = {"ragged", "packed", "bias", "bias_pairs", "bias_chunks", "alibi", "one_sided"}
+_FEATURES |= {"score_mod", "mod_line", "dropout", *_GATHERED}
+_WITHOUT: dict[tuple[str, str], set[str]] = {
+    ("attention", "portable"): set(),
+    ("attention", "sm90"): set(),
+    ("attention", "decode"): {"dropout"},
+    ("attention", "aligned_bias"): {"paged"},
+    ("attention_backward", "portable"): {"paged"},
+    ("attention_backward", "aligned_bias"): {"paged"},
+}
+
+
+@pytest.mark.parametrize("verb", ["attention", "attention_backward"])
+def test_what_each_family_has_code_for(verb: str) -> None:
+    for candidate in registry.CANDIDATES[verb]:
+        family = candidate.load()
+        accepted = [_FEATURES - _WITHOUT.get((verb, family.name), _FEATURES)]
+        accepted += {"gathered": [_GATHERED], "sm90": [_FOLDED]}.get(family.name, [])
+        assert family.features in accepted, family.name

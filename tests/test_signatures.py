@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import rawattn
 from rawattn import reference
 from rawattn._call.options import (
+    ARRAYS,
     DEFAULTS,
     SCORE_NUMBERS,
     AttentionOptions,
@@ -40,6 +43,21 @@ def test_types_and_defaults_are_of_the_same_options() -> None:
     assert set(Options._fields) - set(AttentionOptions.__annotations__) == {"num_splits"}
     assert {*SCORE_NUMBERS} <= {each.name for each in fields(ScoreOptions)} & {*Options._fields}
     assert {each.name for each in fields(ScoreOptions)} <= {each.name for each in fields(Problem)}
+
+
+def test_options_with_arrays_are_listed_once() -> None:
+    """A list of all of them elsewhere would lack an option that is added."""
+    assert {*ARRAYS} <= {*Options._fields}
+    assert {*ARRAYS} <= {each.name for each in fields(ScoreOptions)}
+    root = Path(rawattn.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set))
+        and {*ARRAYS} <= {getattr(each, "value", None) for each in node.elts}
+    }
+    assert found == {"_call/options.py"}
 
 
 @pytest.mark.parametrize("function", TAKEN, ids=lambda x: f"{x.__module__}.{x.__name__}")

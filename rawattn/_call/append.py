@@ -10,9 +10,10 @@ import numpy as np
 
 from rawattn._call import pages, rotary, scales
 from rawattn._call.checks import check_own_elements
+from rawattn._call.dtypes import DTYPE_NAMES
 from rawattn._call.layout import HostLengths, Lengths
-from rawattn._call.options import Options
-from rawattn._call.problem import DTYPE_NAMES, MAX_HEADDIM, Dims, Problem, refuse_dtypes, resolve
+from rawattn._call.options import Options, flag
+from rawattn._call.problem import MAX_HEADDIM, Dims, Problem, refuse_dtypes, resolve
 from rawattn._call.rotary import RotaryForm
 
 _AXES = {
@@ -60,6 +61,25 @@ def describe(
     given = {name: arrays[name] for name in scales.NAMES if name in arrays}
     found = scales.forms(given, number_scales, float8, nheads_kv)
     return replace(problem, rotary=angles, float8=float8, **found), lengths
+
+
+def check_companions(q: Any, rotary: Any, interleaved: Any, out: Any) -> bool:
+    """`interleaved` as a bool. TypeError for one of these arguments without the one that it needs."""
+    is_interleaved = flag("interleaved", interleaved)
+    if is_interleaved and rotary is None:
+        raise TypeError(
+            "interleaved: got True without rotary: it says which elements an embedding turns together; leave it out, or pass "
+            "rotary=(cos, sin)"
+        )
+    if q is not None and rotary is None:
+        raise TypeError(
+            "q: got queries without rotary: only an embedding changes them; leave q out, or pass rotary=(cos, sin)"
+        )
+    if out is not None and q is None:
+        raise TypeError(
+            "out: got an array without q: it is for the queries; leave it out, or pass q="
+        )
+    return is_interleaved
 
 
 def check_shapes(

@@ -78,6 +78,8 @@ class Options(NamedTuple):
 
 
 DEFAULTS = Options()
+# Options that are arrays, in the order of a verb's inputs. Captured arrays and a seed on the device follow.
+ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
 
 
 class ArrayForm(NamedTuple):
@@ -266,8 +268,9 @@ def as_float(name: str, value: Any, accepted: str) -> float:
 def check_array(name: str, value: Any) -> None:
     """TypeError if the value of an option that takes an array is no array."""
     if not hasattr(value, "__dlpack__"):
+        accepted = "an array of bool, a rawattn.BlockMask" if name == "mask" else "an array"
         raise TypeError(
-            f"{name}: got {for_message(value)}, expected an array or None{option_advice.array_option(name, value)}"
+            f"{name}: got {for_message(value)}, expected {accepted} or None{option_advice.array_option(name, value)}"
         )
 
 

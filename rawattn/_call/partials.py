@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from rawattn._call.binding import bind
+from rawattn._call.dtypes import DTYPE_NAMES, DTYPES
 from rawattn._call.layout import Lengths
 from rawattn._call.options import for_message
 from rawattn._call.problem import MAX_HEADDIM, Problem
@@ -16,11 +16,6 @@ from rawattn._interop.advice import cast
 
 Shape = tuple[int, ...]
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
 _ACCEPTED = "float16, bfloat16 or float32"
 _OUT_AXES = "(batch, seqlen_q, nheads, Dv) or (total_q, nheads, Dv)"
 
@@ -76,7 +71,7 @@ def describe(
     outs, lses: arrays with `shape` and `dtype`. dtype: the caller's, or None. framework: that of outs[0], for messages.
     """
     first = outs.arrays[0]
-    if first.dtype not in _DTYPES.values():
+    if first.dtype not in DTYPE_NAMES:
         raise TypeError(
             f"{outs.names()[0]}: got dtype {first.dtype}, expected {_ACCEPTED}; convert it, as by "
             f"{cast(framework, 'x', 'float32')}"
@@ -185,8 +180,8 @@ def result_dtype(dtype: Any) -> np.dtype[Any]:
         name: str = np.dtype(dtype).name
     except TypeError:
         name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise TypeError(
             f"dtype: got {for_message(dtype)}, expected {_ACCEPTED}, or None for that of outs[0]"
         )
-    return _DTYPES[name]
+    return DTYPES[name]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import ml_dtypes
 import numpy as np
 
 from rawattn._call import options as _options
 from rawattn._call import pages, scales, scores
 from rawattn._call.binding import bind
+from rawattn._call.dtypes import DTYPE_NAMES
 from rawattn._call.hints import transposed, undivided
 from rawattn._call.layout import Lengths
 from rawattn._call.options import DEFAULTS, Options, ScoreOptions
@@ -27,12 +27,6 @@ MAX_HEADDIM = 256  # of q and k, and of v
 NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
 
 _INT32_MAX = 2**31 - 1
-# The keys are dtypes, not names: a name does not say the byte order.
-DTYPE_NAMES = {
-    np.dtype(np.float16): "float16",
-    np.dtype(ml_dtypes.bfloat16): "bfloat16",
-    np.dtype(np.float32): "float32",
-}
 _BYTES = frozenset({np.dtype(np.uint8), np.dtype(np.int8)})
 _AXES: dict[str, tuple[str, ...]] = {
     "q": ("(batch, seqlen_q, nheads_q, D)", "(total_q, nheads_q, D)"),

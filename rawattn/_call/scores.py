@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from rawattn._call import option_advice
 from rawattn._call import options as _options
+from rawattn._call.dtypes import DTYPE_NAMES
 from rawattn._call.hints import padding_mask
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import SCORE_NUMBERS, ArrayForm, Options
 from rawattn._interop.advice import cast
 
 _FLOAT32 = np.dtype(np.float32)
-_FLOATS = {
-    np.dtype(np.float16): "float16",
-    np.dtype(ml_dtypes.bfloat16): "bfloat16",
-    _FLOAT32: "float32",
-}
 _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 
 
@@ -74,7 +69,7 @@ def _bias(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
         raise _wrong_dtype(name, array, f"{own}float32", shapes)
     shape = four_axes(name, array.shape, shapes, lengths)
     dense = shape[3] > 1 and array.strides[-1] == array.dtype.itemsize
-    return ArrayForm(_FLOATS[array.dtype], shape, tuple(array.shape), dense)
+    return ArrayForm(DTYPE_NAMES[array.dtype], shape, tuple(array.shape), dense)
 
 
 def _mask(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
@@ -87,7 +82,7 @@ def _mask(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
 
 
 def _alibi_slopes(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
-    if array.dtype not in _FLOATS:
+    if array.dtype not in DTYPE_NAMES:
         raise _wrong_dtype(name, array, "float32, float16 or bfloat16", shapes)
     expected = ((shapes.nheads_q,), (shapes.batch, shapes.nheads_q))
     if array.shape not in expected:
@@ -95,7 +90,7 @@ def _alibi_slopes(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> Ar
             f"{name}: got shape {array.shape}, expected (nheads_q,) = {expected[0]} or (batch, nheads_q) = {expected[1]}; "
             f"{_slopes_advice(array.shape, expected)}"
         )
-    return ArrayForm(_FLOATS[array.dtype], (1, *array.shape)[-2:], tuple(array.shape))
+    return ArrayForm(DTYPE_NAMES[array.dtype], (1, *array.shape)[-2:], tuple(array.shape))
 
 
 def _slopes_advice(shape: tuple[int, ...], expected: tuple[tuple[int, ...], ...]) -> str:
@@ -109,13 +104,13 @@ def _slopes_advice(shape: tuple[int, ...], expected: tuple[tuple[int, ...], ...]
 
 
 def _sink_logits(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
-    if array.dtype not in _FLOATS:
+    if array.dtype not in DTYPE_NAMES:
         raise _wrong_dtype(name, array, "float32, float16 or bfloat16", shapes)
     if array.shape != (shapes.nheads_q,):
         raise ValueError(
             f"{name}: got shape {array.shape}, expected (nheads_q,) = ({shapes.nheads_q},)"
         )
-    return ArrayForm(_FLOATS[array.dtype], tuple(array.shape), tuple(array.shape))
+    return ArrayForm(DTYPE_NAMES[array.dtype], tuple(array.shape), tuple(array.shape))
 
 
 def _wrong_dtype(name: str, array: Any, accepted: str, shapes: Shapes) -> TypeError:

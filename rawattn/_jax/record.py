@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from rawattn._call.dtypes import DTYPES
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, result_shapes
@@ -24,11 +24,6 @@ from rawattn._scores.program import ScoreText
 
 ShapeDtype = tuple[tuple[int, ...], np.dtype[Any]]  # the shape and dtype of an array
 
-_DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
 _INTEGERS = ("start", "length", "position")  # the fields of a `Side` that are arrays
 # The NamedTuples among the fields of a `Problem`, by name. All other fields are plain values or tuples.
 _FORMS: dict[str, Any] = {form.__name__: form for form in (ArrayForm, ScoreText)}
@@ -128,7 +123,7 @@ class Record:
         form = self.form(option)
         if option in _MASK_BYTES:
             return (-(-_MASK_BYTES[option](form) // 4),), np.dtype(np.int32)
-        return form.given, _DTYPES.get(form.dtype) or np.dtype(form.dtype)
+        return form.given, DTYPES.get(form.dtype) or np.dtype(form.dtype)
 
     @functools.cached_property
     def outputs(self) -> list[ShapeDtype]:
@@ -148,7 +143,7 @@ class Record:
             (*batch, problem.rows_k, problem.nheads_kv, problem.headdim_v),
         ]
         out, lse = result_shapes(problem)
-        dtype = _DTYPES[problem.dtype]
+        dtype = DTYPES[problem.dtype]
         return [*((shape, dtype) for shape in (*shapes, out)), (lse, np.dtype(np.float32))]
 
     def bound(self, arrays: Sequence[Any]) -> Lengths:

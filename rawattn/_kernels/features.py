@@ -1,7 +1,8 @@
 """The features of attention that a call uses, as the named constants that kernels are compiled with.
 
-Configurations of kernels inherit the features, so a new feature is a field here. A family of kernels without code for it does
-not list it among its FEATURES and is not asked for such calls. A kernel to which it makes no difference names it in LEAVES_OUT.
+Configurations of kernels inherit the features, so a new feature is a field here. The families that run all calls of a verb have
+it at once. A family without code for it leaves it out of its FEATURES, and is not asked for such calls. A kernel to which it
+makes no difference names it in LEAVES_OUT.
 """
 
 from __future__ import annotations

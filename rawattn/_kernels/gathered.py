@@ -15,7 +15,6 @@ from rawattn._call.layout import Lengths
 from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure, structure
-from rawattn._kernels import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import kept_setup
 from rawattn._kernels.portable.kept_setup import KeptRows, Mask
@@ -24,19 +23,10 @@ from rawattn._kernels.target import Target
 from rawattn._masks import layout
 from rawattn._strides import Strides
 
-# The features left out read positions of keys, which gathering changes; or they mean sequences of different lengths, for which
-# there are no lists.
-FEATURES = features.names() - {
-    "ragged",
-    "packed",
-    "bias",
-    "bias_pairs",
-    "alibi",
-    "one_sided",
-    "score_mod",
-    "mod_line",
-    "dropout",
-}
+# Listed one by one, since gathering changes the positions of keys, which a new feature may read. Sequences of different lengths
+# have no lists.
+_SEEN = ("left", "right", "top_left", "positions", "block_mask")
+FEATURES = frozenset((*_SEEN, "scale_first", "softcap", "sink_logits", "paged", "float8"))
 
 # A call is gathered if it has at least this many keys for each kept one. Gathered rows are read, written and read again; from
 # this ratio on that pays for few queries, too.

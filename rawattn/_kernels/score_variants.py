@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rawattn._call.binding import bind
-from rawattn._call.options import ArrayForm
+from rawattn._call.options import ARRAYS, ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
@@ -178,9 +178,7 @@ def _sources(problem: Problem, target: Target, deterministic: bool, *, at: int =
 
 def _arrays(problem: Problem) -> dict[str, tuple[tuple[int, ...], int]]:
     """The shape and the bytes of an element of each option's array, by name."""
-    forms = {
-        name: getattr(problem, name) for name in ("bias", "mask", "alibi_slopes", "sink_logits")
-    }
+    forms = {name: getattr(problem, name) for name in ARRAYS}
     forms |= {f"captured{n}": form for n, form in enumerate(problem.captured)}
     return {
         name: (form.given, ITEMSIZE.get(form.dtype, 1))

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from rawattn._call import option_advice
+from rawattn._call.dtypes import DTYPES
 from rawattn._call.gradients import Gradients, check_given
-from rawattn._call.options import Options, check_array, dropout_p, for_message, no_score_mod
+from rawattn._call.options import (
+    ARRAYS,
+    Options,
+    check_array,
+    dropout_p,
+    for_message,
+    no_score_mod,
+)
 from rawattn._call.problem import Problem
 from rawattn._masks.block_mask import BlockMask
-from rawattn._runtime.verbs import FLOAT32, Shape, Verb
+from rawattn._runtime.verbs import Shape, Verb
 from rawattn._scores.program import ScoreText
 from rawattn._scores.score_mod import ScoreMod, require_float32, require_gradient
 
-# Options with arrays, in the order of the verb's inputs. Captured arrays and the seed follow.
-ARRAYS = ("bias", "mask", "alibi_slopes", "sink_logits")
-_DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": FLOAT32,
-}
+_arrays_of = attrgetter(*ARRAYS)
 _ANGLES = {"cos": "rotary[0]", "sin": "rotary[1]"}  # what the caller knows these inputs as
 _SEED_MASK = 2**64 - 1  # kernels take the low 64 bits of a seed
 
@@ -55,10 +57,7 @@ def with_arrays(
     NotImplementedError for a score function without a derivative, if the verb is one whose caller takes gradients.
     """
     if (
-        options.bias is None
-        and options.mask is None
-        and options.alibi_slopes is None
-        and options.sink_logits is None
+        all(x is None for x in _arrays_of(options))
         and options.score_mod is None
         and (type(options.dropout_p) is float and options.dropout_p == 0)
     ):
@@ -104,9 +103,7 @@ def with_arrays(
             )
         if drawn:
             values = (int(seed) & _SEED_MASK,)
-    left = options._replace(
-        bias=None, mask=form, alibi_slopes=None, sink_logits=None, score_mod=text, seed=0
-    )
+    left = options._replace(**{**dict.fromkeys(ARRAYS), "mask": form}, score_mod=text, seed=0)
     found = extended(verb, tuple(names), ("seed_value",) if values else (), gradients)
     return OptionsSplit(found, tuple(arrays), values, left)
 
@@ -117,7 +114,7 @@ def _gradient(problem: Problem, name: str) -> tuple[Shape, np.dtype[Any]]:
         form = problem.captured[int(name.removeprefix("dcaptured"))]
     else:
         form = getattr(problem, name.removeprefix("d"))
-    return form.given, _DTYPES[form.dtype]
+    return form.given, DTYPES[form.dtype]
 
 
 def named_gradients(

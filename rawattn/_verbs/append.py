@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from rawattn._call import rotary as _rotary
-from rawattn._call.append import check_lengths
+from rawattn._call.append import check_companions, check_lengths
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import host_lengths
 from rawattn._call.options import Options, flag
@@ -120,8 +120,8 @@ def append_kv(
     v : array, (batch, seqlen_q, nheads_kv, Dv), or (total_q, nheads_kv, Dv)
         The dtype and device of k. Dv from 1 to 256, independent of D.
     k_pages : array, (num_pages, page_size, nheads_kv, D)
-        Written in place. Any strides, except that the last axis is dense, as for `paged_attention`; no overlap with another
-        array of the call. The dtype of k, or float8_e4m3fn.
+        Written in place, so no array of JAX, which never changes. Any strides, except that the last axis is dense, as for
+        `paged_attention`; no overlap with another array of the call. The dtype of k, or float8_e4m3fn.
     v_pages : array, (num_pages, page_size, nheads_kv, Dv)
         The dtype of k_pages. Both may be views of one array, as long as no element is in both.
     block_table : array, (batch, max_pages), or a pair (indptr, page_ids)
@@ -170,6 +170,8 @@ def append_kv(
         two rows in the same slot stays, and a position without an angle takes the nearest angle.
     NotImplementedError
         For pages of 8 bits that are not float8_e4m3fn, and where `seqs` has positions.
+    ImportError
+        For arrays on a GPU where CuPy, which loads the kernels, is not installed.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
         lost: pass ``x.detach()``.
@@ -241,20 +243,7 @@ def read_append(
     backend: Any,
 ) -> Appending:
     """The call with its integers read, and checked where they are on the host or `validate` asks for it."""
-    interleaved = flag("interleaved", interleaved)
-    if interleaved and rotary is None:
-        raise TypeError(
-            "interleaved: got True without rotary: it says which elements an embedding turns together; leave it out, or pass "
-            "rotary=(cos, sin)"
-        )
-    if q is not None and rotary is None:
-        raise TypeError(
-            "q: got queries without rotary: only an embedding changes them; leave q out, or pass rotary=(cos, sin)"
-        )
-    if out is not None and q is None:
-        raise TypeError(
-            "out: got an array without q: it is for the queries; leave it out, or pass q="
-        )
+    interleaved = check_companions(q, rotary, interleaved, out)
     if rotary is not None:
         rotary = _rotary.split(rotary)
     # A call on the CPU needs its integers on the host anyway, so checking them costs no further synchronisation.

@@ -21,6 +21,7 @@ from rawattn._call.argument_kinds import argument_kinds, check_arguments
 from rawattn._call.binding import bind
 from rawattn._call.layout import Lengths
 from rawattn._call.layout_keys import addresses_of, bounds_of
+from rawattn._call.options import ARRAYS
 from rawattn._call.seq_layout import SeqLayout
 from rawattn._call.structure import token
 from rawattn._eviction import evict_if_full
@@ -39,7 +40,6 @@ from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import dispatch
 from rawattn._runtime.call_request import CallRequest
 from rawattn._runtime.calls import refuse_gradients_of_read
-from rawattn._runtime.option_arrays import ARRAYS
 from rawattn._runtime.repeated import Repeated, repeated_call
 from rawattn._runtime.verbs import Verb
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from rawattn._call import options as _options
 from rawattn._call import page_ids, pages, scales
-from rawattn._call.append import check_lengths, check_shapes
+from rawattn._call.append import check_companions, check_lengths, check_shapes
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.binding import refuse_traced
 from rawattn._call.layout import host_lengths
 from rawattn._call.rotary import form as rotary_form
 from rawattn._call.rotary import split
 from rawattn.reference._call import Array, factors_of_pages, floats, host, integers
+from rawattn.reference._targets import check_targets, rows_of, write
 
 _FLOAT64 = np.dtype(np.float64)
 
 
+@checks_arguments("rawattn.reference.append_kv")
 def append_kv(
     k: Any,
     v: Any,
@@ -31,6 +35,9 @@ def append_kv(
     interleaved: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
+    out: Any = None,
+    validate: bool = False,
+    backend: Literal["cuda", "cpu"] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """`rawattn.append_kv` in float64, on copies of the pages.
 
@@ -46,10 +53,17 @@ def append_kv(
     seqlen_k : (batch,)
         The number of keys of each sequence, including the new ones.
     q : array, optional, (batch, seqlen_q, nheads_q, D), or (total_q, nheads_q, D)
+        Needs `rotary`.
     seqs, rotary, interleaved
         As in `rawattn.append_kv`.
     k_scale, v_scale : float, or array (nheads_kv,), optional
         New rows of float8_e4m3fn pages are divided by them and clamped to 448 in magnitude, but not rounded.
+    out : NumPy array of any floating dtype, optional
+        Array that the turned queries are written to; it is returned as `q`. Its padding rows are left untouched. Needs `q`.
+    validate : bool
+        Has no effect: lengths and page ids are always checked.
+    backend : "cuda" or "cpu", optional
+        Has no effect.
 
     Returns
     -------
@@ -73,6 +87,11 @@ def append_kv(
     >>> k_pages[1, :, 0].tolist()
     [[0.0, 0.0], [-1.0, 1.0]]
     """
+    _options.flag("validate", validate)
+    _options.backend(backend)
+    interleaved = check_companions(q, rotary, interleaved, out)
+    inputs = {"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "q": q}
+    check_targets({"out": out}, inputs)
     factors = factors_of_pages({"k_scale": k_scale, "v_scale": v_scale}, k_pages, v_pages)
     most = scales.LARGEST if host("k_pages", k_pages).dtype == scales.FLOAT8 else np.inf
     k, v, k_pages, v_pages = (
@@ -115,6 +134,10 @@ def append_kv(
                 array[of_pages[page], at] = np.clip(rows / factor, -most, most)
             if rotated is not None:
                 rotated[row] = _with_rotary(q[row], position, angles, interleaved)
+    if rotated is not None:
+        starts = lengths.start_q if k.ndim == 3 else np.arange(k.shape[0]) * k.shape[1]
+        rows = rows_of(q.shape, zip(starts, lengths.len_q, strict=True))
+        rotated = write("out", out, rotated, rows)
     return k_pages, v_pages, rotated
 
 

@@ -88,18 +88,18 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
     )
     known = {name: getattr(options, name) for name in ("seqs", *_OF_PROBLEM)}
     problem, lengths = describe(stand_in_q, stand_in_k, stand_in_v, DEFAULTS._replace(**known))
-    softcap, dropout_p = _options.softcap(options), _options.dropout_p(options)
+    numbers = {name: check(options) for name, check in _options.SCORE_NUMBERS.items()}
     seed = _options.seed(options)
     _options.num_splits(options)
     bias, mask = options.bias, options.mask
     alibi_slopes, sink_logits = options.alibi_slopes, options.sink_logits
 
-    for name in ("bias", "mask", "alibi_slopes", "sink_logits"):
+    for name in _options.ARRAYS:
         given = getattr(options, name)
         if given is not None and not (name == "mask" and isinstance(given, BlockMask)):
             _options.check_array(name, given)
 
-    if problem.positions and dropout_p:
+    if problem.positions and numbers["dropout_p"]:
         raise dropout_at_positions()
     sequences = _sequences(problem, lengths)
     longest = (
@@ -154,11 +154,10 @@ def read(q: Any, k: Any, v: Any, options: Options, precision: DTypeLike = np.flo
         shape_bias=shape_bias,
         mask=mask,
         alibi_slopes=alibi_slopes,
-        softcap=softcap,
         score_mod=_modifier(options.score_mod, dtype),
         sink_logits=sink_logits,
-        dropout_p=dropout_p,
         seed=_integer(seed),
+        **numbers,
     )
 
 

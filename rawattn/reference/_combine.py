@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import partials
+from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.partials import PartialsSide
 from rawattn.reference._call import Array, floats
+from rawattn.reference._targets import check_targets, write
 
 _FLOAT64 = np.dtype(np.float64)
 
 
-def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
+@checks_arguments("rawattn.reference.combine")
+def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tuple[Array, Array]:
     """`rawattn.combine` in float64.
 
     Parameters
@@ -23,6 +26,10 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
         dtype.
     lses : list of arrays, or one array with the partials on a new first axis
         Each (batch, nheads, seqlen_q) or (nheads, total_q).
+    out : NumPy array of any floating dtype, optional
+        Array that the result is written to; it is returned.
+    dtype : dtype, optional
+        As in `rawattn.combine`, but has no effect.
 
     Returns
     -------
@@ -42,12 +49,16 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
     >>> out.round(6).tolist(), np.exp(both).round(6).item()
     ([[[[3.0, 3.0]]]], 3.0)
     """
+    if dtype is not None:
+        partials.result_dtype(dtype)
     sides = partials.given("outs", outs), partials.given("lses", lses)
     hosts = [
         [floats(n, x, _FLOAT64) for n, x in zip(side.names(), side.arrays, strict=True)]
         for side in sides
     ]
     partials.checked_shapes(*sides, *hosts)
+    given = {n: x for side in sides for n, x in zip(side.names(), side.arrays, strict=True)}
+    check_targets({"out": out}, given)
     values, logs = (_stacked(*both) for both in zip(sides, hosts, strict=True))
     alive = logs != -np.inf
     highest = logs.max(axis=0)
@@ -61,7 +72,7 @@ def combine(outs: Any, lses: Any) -> tuple[Array, Array]:
     # Divided by the sum itself, not computed from lse: if lse is large, rounding loses log(total) in it.
     weights = parts / np.where(total == 0, 1, total)
     values = np.where(_per_row_of_out(alive), values, 0)
-    return np.sum(_per_row_of_out(weights) * values, axis=0), lse
+    return write("out", out, np.sum(_per_row_of_out(weights) * values, axis=0)), lse
 
 
 def _stacked(side: PartialsSide, arrays: list[Array]) -> Array:

@@ -12,6 +12,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import helper_params, structs
 from rawattn._kernels.helper_params import MAX_LISTED
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
+from rawattn._kernels.score_params import KINDS
 from rawattn._kernels.source import ELEMENT
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Step, Steps, checked
@@ -21,7 +22,6 @@ from rawattn._strides import Strides, ignoring_unit_axes
 FEATURES = frozenset({"packed"})
 ENTRY = "rawattn_combine"
 THREADS = 128
-_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Config:
             helper_params.COMBINE,
             element=ELEMENT[self.dtype],
             constants={
-                "kResult": _KINDS[self.result],
+                "kResult": KINDS[self.result],
                 "kHeadDimV": self.headdim_v,
                 "kLoadBytes": self.load_bytes,
                 "kStoreBytes": self.store_bytes,
@@ -89,7 +89,7 @@ def variants() -> list[Source]:
     """Sources for each pair of dtypes, and for each width of loads and stores."""
     usual = [
         Config(dtype, result, headdim_v, 16, 16)
-        for dtype, result in itertools.product(_KINDS, _KINDS)
+        for dtype, result in itertools.product(KINDS, KINDS)
         for headdim_v in (64, 128)
     ]
     narrow = [

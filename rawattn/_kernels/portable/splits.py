@@ -38,7 +38,7 @@ _WORTH_ABREAST = 0.9
 _BUSY = 0.5
 # In ragged batches, pieces are as long as if this many of them came to each block that runs at once, with all sequences as
 # long as they may be. So a longer sequence has more pieces, and no piece takes much longer than the others. The second is for
-# sequences of one query tile, since merging few rows costs next to nothing. (Not measured yet.)
+# sequences of one query tile, since merging few rows costs next to nothing (docs/notes/portable-forward.md).
 _PIECES = 4
 _PIECES_OF_ONE_TILE = 32
 # Parts that end where query tiles do are taken if they are at least this fraction of the parts that could be.

@@ -1,0 +1,135 @@
+"""Estimates of the time that tiles of Hopper's forward take, and lengths that packed batches may have for them."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rawattn import SeqLayout
+from rawattn._call.pages import PageForm
+from rawattn._call.problem import Problem, describe
+from rawattn._kernels.operands import Operands
+from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import packed_lengths, time_estimate
+from tests.problems import CALL_OF_MANY, H200
+
+
+def test_lengths_of_a_packed_batch() -> None:
+    """Lengths that a packed batch may have use its rows up. In pages nobody has counted the keys."""
+    fields = {"consumers": 1, "tile_k": 32}
+    batch = replace(
+        CALL_OF_MANY,
+        **{"batch": 10, "nheads_q": 2, "nheads_kv": 2, "group": True, "ragged": True},
+        **{
+            "window_right": None,
+            "rows_q": 640,
+            "max_seqlen_q": 64,
+            "rows_k": 10_000 + 9 * 96,
+            "max_seqlen_k": 10_000,
+        },
+    )
+    found = [
+        [(part.batch, part.max_seqlen_q, part.max_seqlen_k) for part in parts]
+        for _, parts in packed_lengths.possible_lengths(batch)
+    ]
+    assert found[0] == [(1, 64, 10_000), (9, 64, 96)]
+    assert found[2] == [(10, 64, 1087)]
+    for lengths in found:
+        assert sum(count for count, _, _ in lengths) == 10
+        assert sum(count * q for count, q, _ in lengths) == 640
+        assert sum(count * k for count, _, k in lengths) == pytest.approx(10_864, abs=10)
+    of_k = [k for count, _, k in found[1] for _ in range(count)]
+    assert of_k[0] == 10_000 and of_k == sorted(of_k, reverse=True) and of_k[1] > 96 > of_k[-1] > 0
+
+    def duration(problem: Problem) -> float:
+        return time_estimate.duration(problem, 1, fields, 1)
+
+    # One SM takes about as long for each of them.
+    one = replace(batch, batch=1, rows_q=64, rows_k=10_000)
+    others = replace(batch, batch=9, rows_q=576, rows_k=864, max_seqlen_k=96)
+    assert duration(batch) == pytest.approx(duration(one) + duration(others), rel=0.01)
+    pages = PageForm(16, 6250, 625, False, "int32")
+    paged = duration(replace(one, pages=pages))
+    assert duration(replace(batch, pages=pages)) == pytest.approx(10 * paged)
+
+
+def test_a_lone_sequence_of_a_packed_batch() -> None:
+    """It has the batch's rows, whatever longer sequence the bound allows."""
+    lone = replace(CALL_OF_MANY, batch=1, group=True, ragged=True, rows_q=300, rows_k=300)
+    lone = replace(lone, max_seqlen_q=4096, max_seqlen_k=4096)
+    many = replace(lone, batch=100_000, rows_q=200_000, rows_k=200_000)
+    assert all(
+        sum(part.batch for part in parts) == many.batch
+        for _, parts in packed_lengths.possible_lengths(many)
+    )
+    for _, parts in packed_lengths.possible_lengths(lone):
+        assert [(part.batch, part.max_seqlen_q, part.max_seqlen_k) for part in parts] == [
+            (1, 300, 300)
+        ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_when_the_last_tile_ends(seed: int) -> None:
+    """Each tile is taken by the worker that is free first. A limit that a call is beyond is all that its time is then."""
+    draw = random.Random(seed)
+    times = sorted((draw.choice((draw.uniform(1, 99), 7.0)) for _ in range(12)), reverse=True)
+    tiles = [(time, draw.choice((1, 3, 20, 300))) for time in times]
+    workers = draw.choice((1, 5, 132))
+    ends = [0.0] * workers
+    for time, number in tiles:
+        for _ in range(number):
+            heapq.heapreplace(ends, ends[0] + time)
+    assert time_estimate._end(tiles, workers) == pytest.approx(max(ends))
+
+    rows = draw.randint(100, 3000)
+    q = np.broadcast_to(np.float16(0), (rows, 4, 64))
+    seqs = SeqLayout.from_lengths([rows // 3, rows - rows // 3], [rows // 3, rows - rows // 3])
+    problem, _ = describe(q, q, q, seqs=seqs, causal=True)
+    fields = {"consumers": 2, "tile_k": 64}
+    exact = time_estimate.duration(problem, 8, fields, 1)
+    for enough in (0.1 * exact, 0.9 * exact, exact, 2 * exact):
+        found = time_estimate.duration(problem, 8, fields, 1, enough=enough)
+        assert found == exact or enough < found < exact
+
+
+def test_key_tiles_that_begin_before_a_window() -> None:
+    """A tile of 64 rows whose window begins inside a key tile meets that key tile too."""
+    q = np.broadcast_to(np.zeros((), np.float16), (1, 640, 1, 64))
+    fields = {"consumers": 1, "tile_k": 64}
+
+    def longest(window: int) -> float:
+        return time_estimate.duration(describe(q, q, q, window=(window, 0))[0], 132, fields, 1)
+
+    assert longest(64) < longest(65) == longest(128)
+
+
+def test_a_longer_call_takes_longer() -> None:
+    """The estimate grows with the call, and a call that leaves SMs idle takes no less than its longest tile."""
+    fields = {"consumers": 2, "tile_k": 128}
+    q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 128)) for n in (256, 4096))
+    problem, _ = describe(q, k, k)
+    alone = time_estimate.duration(problem, 132, fields, 1)
+    assert alone == time_estimate.duration(problem, 4, fields, 1) == 4096 + 240
+    assert time_estimate.duration(problem, 2, fields, 1) == 2 * alone
+    assert time_estimate.duration(problem, 3, fields, 1) == 2 * alone
+    causal, _ = describe(q, k, k, causal=True)
+    assert alone < time_estimate.duration(causal, 2, fields, 1) <= 2 * alone
+
+
+def test_tiles_of_packed_batches() -> None:
+    """A packed batch takes other tiles than usual if these are faster for the lengths that it may have, taken together."""
+
+    def consumers(*lengths: int, nheads: int = 4, causal: bool = True) -> int:
+        q = np.broadcast_to(np.float16(0), (sum(lengths), nheads, 128))
+        seqs = SeqLayout.from_lengths(lengths, lengths)
+        problem, _ = describe(q, q, q, seqs=seqs, causal=causal)
+        return sm90_forward.choose(problem, H200, Operands()).consumers
+
+    usual = consumers(*[4000] * 8)
+    assert consumers(3000) < usual
+    assert consumers(300, 300, 300, 300, nheads=16) == usual
+    assert consumers(1517, 191, nheads=20, causal=False) == 2 < usual
