@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "angles with a mask": ({"rotary": [np.ma.array(x) for x in CALL.rotary]}, TypeError, "rotary[0]: got a masked array"),
     "angles of a batch": ({"rotary": [x[None] for x in CALL.rotary]}, ValueError, "pass cos[0, :, : D // 2] of"),
     "style alone": ({"q": None, "rotary": None, "interleaved": True}, TypeError, "interleaved: got True without rotary"),
-    "positions of tokens": ({"position_ids": 3}, TypeError, "seqlen_k= says the positions, and rotary=(cos, sin)"),
+    "positions of tokens": ({"position_ids": 3}, TypeError, "rawattn.append_kv(..., seqlen_k=..., rotary=(cos, sin))"),
     "pages of bytes": ({"k_pages": CALL.pages.k_pages.view(np.uint8)}, TypeError, "k_pages.view(ml_dtypes.float8_e4m3fn)"),
     "one array of angles": ({"rotary": CALL.rotary[0]}, TypeError, "expected a pair of arrays"),
     "q alone": ({"rotary": None}, TypeError, "q: got queries without rotary"),
@@ -311,7 +311,8 @@ def test_jax_arrays_do_not_change() -> None:
     jax = pytest.importorskip("jax")
     call = appended(LENS, 4, dtype=F32)
     k_pages, v_pages = map(jax.numpy.asarray, call.pools())
-    with pytest.raises(ValueError, match="k_pages: got a read-only array"):
+    says = "^k_pages: got an array of jax, which never changes; pass one of NumPy, CuPy or torch"
+    with pytest.raises(ValueError, match=says):
         rawattn.append_kv(
             call.k, call.v, k_pages, v_pages, call.pages.block_table, seqlen_k=call.pages.seqlen_k
         )

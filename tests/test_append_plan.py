@@ -41,6 +41,15 @@ def test_calls() -> None:
     assert alone(*given) is None
 
 
+def test_queries_are_given_by_name() -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=F32)
+    given, made = planned(call)
+    says = r"^plan: got 6 arrays by position, expected k, v, k_pages, v_pages, block_table; others by name, as in q="
+    for wrong in ((*given, call.q), (*given[:4], call.q, given[4])):
+        with pytest.raises(TypeError, match=says):
+            made(*wrong)
+
+
 def test_out_is_written_and_returned() -> None:
     call = appended(LENS, 4, rotary_dim=8, dtype=F32)
     given, made = planned(call)

@@ -253,6 +253,23 @@ def test_torch_tensors() -> None:
 
 
 @pytest.mark.frameworks
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_other_formats_of_other_frameworks(framework: str, dtype: str) -> None:
+    """Formats of 8 bits that no kernel reads are refused alike, whatever library the pages come from."""
+    bits = [x.view(np.uint8) for x in (CALL.k_pages, CALL.v_pages)]
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        pools = [torch.from_numpy(x).view(getattr(torch, dtype)) for x in bits]
+    else:
+        jax = pytest.importorskip("jax")
+        pools = [jax.numpy.asarray(x.view(getattr(ml_dtypes, dtype))) for x in bits]
+    says = f"^k_pages: got dtype {dtype}, expected float8_e4m3fn, or bfloat16, that of q"
+    with pytest.raises(NotImplementedError, match=says):
+        paged_attention(CALL.q, *pools, CALL.block_table, **CALL.lengths, backend="cpu")
+
+
+@pytest.mark.frameworks
 def test_jax_arrays() -> None:
     jax = pytest.importorskip("jax")
     call = paged(LENS, 16, rows=2, dtype=F32, float8="arrays")

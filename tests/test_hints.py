@@ -12,7 +12,7 @@ import pytest
 
 import rawattn
 from rawattn._call import hints
-from rawattn._call.keywords import KEYWORDS
+from rawattn._call.keywords import IN_PAGES, KEYWORDS
 from rawattn._interop.advice import array_advice, cast
 
 # -- transposed ------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_casts_run(dtype: str) -> None:
         ("return_attn_probs", "return_lse=True"),
         ("return_softmax_lse", "return_lse=True"),
         ("alibi", "alibi_slopes="),
-        ("deterministic", "attention_backward takes deterministic=True"),
+        ("deterministic", "attention_backward takes it"),
         ("s_aux", "sink_logits="),
         ("segment_ids", "SeqLayout.from_lengths("),
         ("block_mask", "mask=rawattn.block_mask("),
@@ -167,7 +167,7 @@ def test_other_keywords_have_no_hint(keyword: str) -> None:
 
 
 # Arguments that hints name and `attention` does not have.
-OTHER_OPTIONS = {"deterministic", "seqlen_k"}
+OTHER_OPTIONS = {"seqlen_k"}
 
 
 def test_what_hints_name_exists() -> None:
@@ -178,6 +178,77 @@ def test_what_hints_name_exists() -> None:
         assert named <= options, keyword
         for method in re.findall(r"SeqLayout\.(\w+)", advice):
             assert callable(getattr(rawattn.SeqLayout, method))
+
+
+def _refused(keyword: str, function: Any, name: str) -> str:
+    accepted = inspect.signature(function).parameters
+    with pytest.raises(TypeError) as caught:
+        hints.refuse_unknown(name, [keyword], accepted)
+    return str(caught.value)
+
+
+ELSEWHERE = {
+    "append_kv": rawattn.append_kv,
+    "attention": rawattn.attention,
+    "attention_backward": rawattn.attention_backward,
+    "combine": rawattn.combine,
+    "paged_attention": rawattn.paged_attention,
+    "topk_mask": rawattn.topk_mask,
+    "unpack_pages": rawattn.unpack_pages,
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_hints_name_only_arguments_that_the_function_takes(name: str) -> None:
+    function = ELSEWHERE[name]
+    accepted = set(inspect.signature(function).parameters)
+    for keyword in {*KEYWORDS, *IN_PAGES} - accepted:
+        told = _refused(keyword, function, f"rawattn.{name}").partition("; ")[2]
+        while "(" in told:  # arguments of another function, or of a SeqLayout
+            told = re.sub(r"\([^()]*\)", "", told)
+        assert set(re.findall(r"(?<![\w.])(\w+)=", told)) <= accepted, (keyword, told)
+        assert "q" in accepted or not re.search(r"\bq\b", told), (keyword, told)
+
+
+def test_hints_of_the_pullback_name_its_own_arguments() -> None:
+    q = np.ones((1, 2, 1, 8), np.float32)
+    out, backward = rawattn.attention_vjp(q, q, q)
+    for keyword, says in {
+        "softmax_scale": "accepted are dout, dlse, want_dbias, into",
+        "causal": "give it to rawattn.attention_vjp",
+        "num_splits": "give it to the forward call alone",
+    }.items():
+        with pytest.raises(TypeError, match=f"^{keyword}: .*; {says}$"):
+            backward(out, **{keyword: 1})
+
+
+@pytest.mark.parametrize("function", [rawattn.paged_attention, rawattn.append_kv])
+def test_masks_of_tokens_in_calls_on_pages(function: Any) -> None:
+    """`SeqLayout.from_padding_mask` has lengths of keys, which these calls refuse in `seqs`."""
+    for keyword in ("attention_mask", "padding_mask", "key_mask", "key_padding_mask"):
+        told = _refused(keyword, function, f"rawattn.{function.__name__}")
+        assert "from_padding_mask" not in told
+        assert "seqs=SeqLayout(seqlen_q=" in told
+        assert "seqlen_k=" in told.partition(")")[2]
+
+
+def test_slots_of_other_caches() -> None:
+    told = _refused("slot_mapping", rawattn.append_kv, "rawattn.append_kv")
+    assert told.endswith("; leave it out: block_table and seqlen_k say where new rows go")
+
+
+@pytest.mark.parametrize("keyword", ["cu_seqlens", "cu_seqlens_q", "kv_indptr"])
+def test_starts_that_are_given_as_lengths(keyword: str) -> None:
+    told = _refused(keyword, rawattn.SeqLayout.from_lengths, "SeqLayout.from_lengths")
+    assert told.endswith(
+        "; call SeqLayout(seqstart_q=..., seqstart_k=...), which takes cumulative lengths"
+    )
+
+
+@pytest.mark.parametrize("keyword", ["backend", "implementation", "device"])
+def test_a_call_of_jax_has_no_backend(keyword: str) -> None:
+    told = _refused(keyword, rawattn.combine, "rawattn.jax.attention")
+    assert told.endswith("; leave it out: a call runs where its program runs")
 
 
 def test_no_keyword_is_listed_twice() -> None:
@@ -206,6 +277,21 @@ def test_modules_of_frameworks_are_imported_by_name(
     told = f"module 'rawattn' has no attribute '{name}'; write `import rawattn.{name}` first: it is loaded"
     assert str(caught.value).startswith(told)
     assert not str(hints.no_attribute("rawattn.torch", "jax")).endswith("first")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("append_paged_kv_cache", "call rawattn.append_kv"),
+        ("reshape_and_cache", "call rawattn.append_kv"),
+        ("flash_attn_qkvpacked_func", "rawattn.attention("),
+        ("single_prefill_with_kv_cache", "rawattn.attention("),
+        ("BatchDecodeWithPagedKVCacheWrapper", "call rawattn.paged_attention"),
+        ("register_transformers", "it is rawattn.torch.register_transformers"),
+    ],
+)
+def test_functions_of_other_libraries(name: str, says: str) -> None:
+    assert says in str(hints.no_attribute("rawattn", name))
 
 
 # -- array_advice ----------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ KEYWORDS = [
     Mistake(
         "attention(q, k, v, deterministic=True)",
         TypeError,
-        "deterministic: ...attention_backward takes deterministic=True",
+        "deterministic: ...attention_backward takes it",
     ),
     Mistake("attention(q, k, v, cuasal=True)", TypeError, "cuasal: ...did you mean causal="),
     Mistake(

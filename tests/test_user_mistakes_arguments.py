@@ -44,6 +44,16 @@ ARGUMENTS = [
     ),
     Mistake("attention((q, k, v))", TypeError, "k: rawattn.attention got none...write *qkv"),
     Mistake(
+        "rawattn.combine([(out, lse), (out, lse)])",
+        TypeError,
+        "lses: rawattn.combine got none, expected outs, lses; of a list of pairs (out, lse) write *zip(*parts)",
+    ),
+    Mistake(
+        "rawattn.combine([out, out, out])",
+        TypeError,
+        "lses: rawattn.combine got none, expected outs, lses",
+    ),
+    Mistake(
         "attention(np.stack([q, q, q], 2))",
         TypeError,
         "k: rawattn.attention got none, expected q, k, v; a packed qkv is taken apart by *np.moveaxis(qkv, -3, 0)",
@@ -53,6 +63,16 @@ ARGUMENTS = [
         "attention_vjp(q, k, v, True)",
         TypeError,
         "rawattn.attention_vjp: got 4 arguments by position, expected 3",
+    ),
+    Mistake(
+        "attention_vjp(q, k, v)[1](out, deterministic=True)",
+        TypeError,
+        "deterministic: the backward of rawattn.attention_vjp has no such argument; give it to rawattn.attention_vjp",
+    ),
+    Mistake(
+        "attention_vjp(q, k, v)[1](out, lse=lse)",
+        TypeError,
+        "lse: the backward of rawattn.attention_vjp has no such argument; leave it out: it keeps what the forward returned",
     ),
     Mistake(
         "attention_vjp(q, k, v)[1](out, retain_graph=True)",
@@ -153,7 +173,7 @@ VALUES = [
     Mistake(
         "attention(q, k, v, mask='causal')",
         TypeError,
-        "mask: got 'causal' (str), expected an array or None; write causal=True",
+        "mask: got 'causal' (str), expected an array of bool, a rawattn.BlockMask or None; write causal=True",
     ),
     Mistake(
         "attention(q, k, v, mask=lambda b, h, q, k: q >= k)",
@@ -226,7 +246,7 @@ VALUES = [
     Mistake(
         "attention(q, k, v, mask=True)",
         TypeError,
-        "mask: got True (bool), expected an array or None; pass an array of bool",
+        "mask: got True (bool), expected an array of bool, a rawattn.BlockMask or None; pass an array of bool",
     ),
     Mistake(
         "attention(q, k, v, alibi_slopes=np.ones((4, 1, 1), np.float32))",
@@ -251,7 +271,7 @@ VALUES = [
     Mistake(
         "rawattn.reference.attention(q, k, v, mask='causal')",
         TypeError,
-        "mask: got 'causal' (str), expected an array or None; write causal=True",
+        "mask: got 'causal' (str), expected an array of bool, a rawattn.BlockMask or None; write causal=True",
     ),
     Mistake(
         "rawattn.reference.attention(q, k, v, score_mod='score * 2')",
@@ -378,6 +398,16 @@ JAX = [
         "seed: got dtype uint32, ...of a JAX key pass jax.random.randint(key, ",
     ),
     Mistake(
+        "jax.jit(lambda x: rawattn.jax.attention(n, n, n, dropout_p=0.1, seed=x))(jax.random.key(0))",
+        TypeError,
+        "seed: got dtype key<fry>, expected numbers; of a JAX key pass jax.random.randint(key, (), 0, 2**31 - 1)",
+    ),
+    Mistake(
+        "jax.jit(lambda x: rawattn.jax.attention(n, n, n, bias=x))(jax.random.key(0))",
+        TypeError,
+        "bias: got dtype key<fry>, expected numbers",
+    ),
+    Mistake(
         "rawattn.jax.attention(n, n, n, return_lse=1)",
         TypeError,
         "return_lse: got 1 (int), expected a bool: True or False",
@@ -412,7 +442,9 @@ def test_what_is_named_exists() -> None:
     for advice in FUNCTIONS.values():
         for word in advice.replace("(", " ").replace(",", " ").split():
             name = word.removeprefix("rawattn.")
-            assert name in (word, "torch.attention") or hasattr(rawattn, name), word
+            assert name in (word, "torch.attention", "torch.register_transformers") or hasattr(
+                rawattn, name
+            ), word
     assert not [name for name in FUNCTIONS if hasattr(rawattn, name)]
     assert not {"seqlen_k", "block_table", "k_pages", "v_pages"} & IN_PAGES.keys()
     assert KEYWORDS["page_size"] != IN_PAGES["page_size"]

@@ -114,7 +114,7 @@ JAX = [
     Mistake(
         "rawattn.jax.attention(n, n, n, backend='cpu')",
         TypeError,
-        "backend: rawattn.jax.attention has no such argument; accepted are q, k, v, ",
+        "backend: rawattn.jax.attention has no such argument; leave it out: a call runs where its program runs",
     ),
     Mistake(
         "attention(donated, n, n)",
@@ -126,7 +126,11 @@ JAX = [
         TypeError,
         "bias: got jaxlib...pass an array that JAX has not deleted: what bias was donated to",
     ),
-    Mistake("attention(n, n, n, out=n)", ValueError, "out: got a read-only array; pass a writable"),
+    Mistake(
+        "attention(n, n, n, out=n)",
+        ValueError,
+        "out: got an array of jax, which never changes; pass one of NumPy, CuPy or torch",
+    ),
     Mistake(
         "attention(n, n, n, precision='high')", TypeError, "precision: ...leave it out: float32 has"
     ),

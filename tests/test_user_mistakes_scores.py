@@ -103,6 +103,21 @@ CALLS = [
         "mask: got a batch and heads of (0, 2), expected at least one of each",
     ),
     Mistake(
+        "show_mask('q_idx >= kv_idx', seqlen_q=5, seqlen_k=7)",
+        TypeError,
+        "mask: got 'q_idx >= kv_idx' (str), ...BlockMask or None; pass a text, as in mask=rawattn.block_mask(predicate=",
+    ),
+    Mistake(
+        "show_mask(lambda b, h, q, k: q >= k, seqlen_q=5, seqlen_k=7)",
+        TypeError,
+        "mask: got <function...BlockMask or None; pass a text, as in mask=rawattn.block_mask(predicate=",
+    ),
+    Mistake(
+        "block_mask(block_mask(np.ones((5, 7), bool)))",
+        TypeError,
+        "mask: got <rawattn...(BlockMask), expected an array of bool; calls take a BlockMask as it is",
+    ),
+    Mistake(
         "show_mask(np.ones((5, 7), bool), tile=(1.5, 2))",
         TypeError,
         "tile: got 1.5 (float), expected a tuple (rows, keys) of ints >= 1",

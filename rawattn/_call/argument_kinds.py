@@ -72,7 +72,7 @@ def check_arguments(kinds: ArgumentKinds, args: Sequence[Any], options: Mapping[
     names = [name for name in kinds.required if name in kinds.by_name]
     by_name = f", and {', '.join(f'{name}=...' for name in names)}" if names else ""
     raise TypeError(
-        f"{missing[0]}: {kinds.function} got none, expected {', '.join(own)}{by_name}{_joined(args)}"
+        f"{missing[0]}: {kinds.function} got none, expected {', '.join(own)}{by_name}{_joined(args, missing[0])}"
     )
 
 
@@ -83,10 +83,20 @@ def all_by_name(function: str, misplaced: Sequence[Any]) -> TypeError:
     )
 
 
-def _joined(args: Sequence[Any]) -> str:
-    """Advice for a call that passes one tuple or one packed array instead of q, k and v; else ""."""
+def _joined(args: Sequence[Any], missing: str) -> str:
+    """Advice for a call that passes several arguments as one; else "".
+
+    That is q, k and v as a tuple or as a packed array, or outs and lses as a list of pairs. missing: the first argument that is
+    not given.
+    """
     if len(args) != 1:
         return ""
+    if missing == "lses":
+        listed = isinstance(args[0], (list, tuple)) and len(args[0]) > 0
+        pairs = listed and all(
+            isinstance(each, (list, tuple)) and len(each) == 2 for each in args[0]
+        )
+        return "; of a list of pairs (out, lse) write *zip(*parts)" if pairs else ""
     if isinstance(args[0], (list, tuple)) and len(args[0]) == 3:
         return "; of a tuple of three write *qkv"
     shape = tuple(getattr(args[0], "shape", ()))

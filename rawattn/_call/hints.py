@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
-from rawattn._call.keywords import FUNCTIONS, IN_LAYOUT, IN_PAGES, KEYWORDS
+from rawattn._call.keywords import (
+    FUNCTIONS,
+    IN_JAX,
+    IN_LAYOUT,
+    IN_LENGTHS,
+    IN_PAGES,
+    IN_PULLBACK,
+    KEYWORDS,
+)
 from rawattn._interop.xla import is_traced
 
 _MODULES = ("torch", "jax")  # those of this package that `import rawattn` leaves out
@@ -101,6 +110,17 @@ def hides_unknown(function: Function) -> Function:
     return function
 
 
+def _concerns(advice: str, accepted: Iterable[str]) -> bool:
+    """Whether a function that accepts these arguments accepts all those that `advice` names, q among them.
+
+    In parentheses are arguments of another function.
+    """
+    outside, before = advice, ""
+    while outside != before:
+        outside, before = re.sub(r"\([^()]*\)", "", outside), outside
+    return set(re.findall(r"(?<![\w.])\w+(?==)|\bq\b", outside)) <= set(accepted)
+
+
 def refuse_unknown(
     function: str, unknown: Iterable[str], accepted: Iterable[str], layout: bool = False
 ) -> NoReturn:
@@ -110,7 +130,13 @@ def refuse_unknown(
     advice = None if function.startswith("SeqLayout.") else renamed(keyword, layout)
     if function.endswith(("paged_attention", "append_kv")):
         advice = IN_PAGES.get(keyword, advice)
-    if advice is None:
+    if function == "SeqLayout.from_lengths":
+        advice = IN_LENGTHS.get(keyword)
+    if function == "rawattn.jax.attention":
+        advice = IN_JAX.get(keyword, advice)
+    if function.startswith("the backward of"):
+        advice = IN_PULLBACK.get(keyword, advice)
+    if advice is None or not _concerns(advice, known):
         close = difflib.get_close_matches(keyword, known, 1)
         advice = f"did you mean {close[0]}=" if close else f"accepted are {', '.join(known)}"
     raise TypeError(f"{keyword}: {function} has no such argument; {advice}")

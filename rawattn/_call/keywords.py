@@ -42,8 +42,8 @@ _SINKS = (
     "stay visible in a window"
 )
 _DETERMINISTIC = (
-    "leave it out of a forward call, which always gives the same bits; attention_backward takes "
-    "deterministic=True; without dropout, leave dropout_p at 0"
+    "leave it out of a forward call, which always gives the same bits; attention_backward takes it; "
+    "without dropout, leave dropout_p at 0"
 )
 _ALIBI = "write alibi_slopes=, (nheads_q,) or (batch, nheads_q)"
 _BACKEND = "write backend='cuda' or 'cpu', or leave it out"
@@ -134,7 +134,7 @@ _GROUPS: dict[str, str] = {
     "rotate q and k by them before the call": "position_ids freqs_cis",
     "give it to the forward call alone": "num_splits return_lse",
     "give it to attention_backward, or to the function that attention_vjp gives back": "dlse want_dbias into",
-    "call it on the stream that is meant: the work runs on the current stream of q's framework": "stream cuda_stream",
+    "call it on the stream that is meant: the work runs on the current stream of the arrays' framework": "stream cuda_stream",
 }
 
 # Advice for a keyword that was given to a call.
@@ -172,6 +172,7 @@ _PAGE_GROUPS: dict[str, str] = {
         "paged_kv_last_page_len kv_last_page_len"
     ),
     "leave it out: the shape of k_pages says it": "page_size block_size",
+    "leave it out: block_table and seqlen_k say where new rows go": "slot_mapping batch_indices positions",
     "write block_table=": "block_tables page_table page_tables",
     "write block_table=(indptr, page_ids)": "paged_kv_indptr paged_kv_indices kv_indptr kv_indices",
     "pass k_pages and v_pages": "k_cache v_cache key_cache value_cache kv_cache paged_kv_cache",
@@ -193,16 +194,51 @@ _PAGE_GROUPS: dict[str, str] = {
     ),
     "write k_scale=": "k_descale",
     "write v_scale=": "v_descale",
-    "write rotary=(cos, sin) in the call of rawattn.append_kv": "rotary_cos rotary_sin freqs_cis",
-    "leave it out: rawattn.append_kv turns new rows, where seqlen_k= says the positions, and rotary=(cos, sin) the angles": (
-        "position_ids"
-    ),
-    "write interleaved= in the call of rawattn.append_kv": "rotary_interleaved",
+    "call rawattn.append_kv(..., rotary=(cos, sin))": "rotary_cos rotary_sin freqs_cis",
+    "leave it out: rawattn.append_kv(..., seqlen_k=..., rotary=(cos, sin)) turns new rows by their positions": "position_ids",
+    "call rawattn.append_kv(..., rotary=(cos, sin), interleaved=...)": "rotary_interleaved",
+    (
+        "where padding comes last write seqs=SeqLayout(seqlen_q=mask.sum(1)) for a mask of the new rows, seqlen_k=mask.sum(1) "
+        "for one of the keys, new ones among them; True is a real token"
+    ): "attention_mask padding_mask key_mask",
+    (
+        "where padding comes last write seqs=SeqLayout(seqlen_q=(~mask).sum(1)) for a mask of the new rows, "
+        "seqlen_k=(~mask).sum(1) for one of the keys, new ones among them; True is padding in torch"
+    ): "key_padding_mask",
 }
 
 # Advice for a keyword that was given to a call on pages. It comes before that of `KEYWORDS`.
 IN_PAGES: dict[str, str] = {
     keyword: advice for advice, keywords in _PAGE_GROUPS.items() for keyword in keywords.split()
+}
+
+# Advice for keywords that `SeqLayout.from_lengths` does not have.
+IN_LENGTHS: dict[str, str] = dict.fromkeys(
+    _GROUPS[_STARTS].split(),
+    "call SeqLayout(seqstart_q=..., seqstart_k=...), which takes cumulative lengths",
+)
+
+# Advice for keywords that `rawattn.jax.attention` does not have.
+IN_JAX: dict[str, str] = {
+    keyword: advice
+    for advice, keywords in {
+        "leave it out: a call runs where its program runs": "backend device implementation attn_implementation",
+        "leave it out: arrays of JAX never change": "out",
+    }.items()
+    for keyword in keywords.split()
+}
+
+# Advice for keywords that the backward of `attention_vjp` does not have.
+IN_PULLBACK: dict[str, str] = {
+    keyword: advice
+    for advice, keywords in {
+        "give it to rawattn.attention_vjp": (
+            "seqs causal align window sink scale bias mask alibi_slopes softcap score_mod sink_logits dropout_p seed "
+            "deterministic backend"
+        ),
+        "leave it out: it keeps what the forward returned": "out lse",
+    }.items()
+    for keyword in keywords.split()
 }
 
 # Advice for a function of another library that is looked up in `rawattn`.
@@ -211,12 +247,17 @@ FUNCTIONS: dict[str, str] = {
     for advice, names in {
         "call rawattn.attention(q, k, v), of (batch, seqlen, heads, D); in torch, with gradients, rawattn.torch.attention": (
             "scaled_dot_product_attention flash_attn_func memory_efficient_attention dot_product_attention "
-            "flash_attention flex_attention mha"
+            "flash_attention flash_attn_qkvpacked_func flex_attention single_prefill_with_kv_cache mha"
         ),
         "call rawattn.attention(q, k, v, seqs=rawattn.SeqLayout(seqstart_q=cu_seqlens_q, seqstart_k=cu_seqlens_k))": (
             "flash_attn_varlen_func"
         ),
         "call rawattn.append_kv for new rows, then rawattn.paged_attention": "flash_attn_with_kvcache",
+        "call rawattn.append_kv": "append_paged_kv_cache reshape_and_cache reshape_and_cache_flash",
+        "call rawattn.paged_attention(q, k_pages, v_pages, (indptr, page_ids), seqlen_k=...)": (
+            "BatchDecodeWithPagedKVCacheWrapper BatchPrefillWithPagedKVCacheWrapper"
+        ),
+        "it is rawattn.torch.register_transformers": "register_transformers",
         "call rawattn.combine(outs, lses)": "merge_state merge_states",
         "call rawattn.block_mask(predicate=...)": "create_block_mask create_mask",
     }.items()

@@ -137,11 +137,12 @@ class PagedLayout:
         q = side_of(seqs._q, count, rows_q, self.rows)
         num_pages, page_size = pages[:2]
         # Without any page there is no room for keys.
-        k = self._side(count, page_size, page_size if num_pages else 0, table[-1])
+        k = self._side(count, pages, page_size if num_pages else 0, table[-1])
         return Lengths(count, seqs.group, q, k, self.on_host)
 
-    def _side(self, count: int, page_size: int, held: int, entries: int) -> Side:
+    def _side(self, count: int, pages: Shape, held: int, entries: int) -> Side:
         """The side of the keys. held: keys that a page holds; entries: page ids of a sequence, or of all with an indptr."""
+        page_size = pages[1]
         room = entries * held
         most: Any = room
         if self.indptr is not None:
@@ -164,7 +165,7 @@ class PagedLayout:
         longest = room if isinstance(most, int) else int(most.max(initial=0))
         given = self._k
         if given.longest is not None:
-            what = f"what its pages of {page_size} keys in block_table hold"
+            what = f"what its pages of {page_size} keys in block_table hold{_heads_first(pages)}"
             integers.check_at_most("seqlen_k", given.logical(), most, what)
             longest = given.longest
         elif given.max_seqlen is not None:
@@ -176,6 +177,13 @@ class PagedLayout:
             )
         promised = given.max_seqlen is not None
         return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size, promised)
+
+
+def _heads_first(pages: Shape) -> str:
+    """Advice for pages that have more heads than keys, as if the two axes were swapped, else ""."""
+    if len(pages) != 4 or pages[2] <= pages[1]:
+        return ""
+    return "; of pages (num_pages, nheads_kv, page_size, D) pass x.swapaxes(1, 2)"
 
 
 def caller_name(layout: Any, name: str) -> str:

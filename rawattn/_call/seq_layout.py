@@ -66,7 +66,6 @@ class SeqLayout:
         Upper bounds of the logical lengths. They are checked for lengths on the host, and a promise for
         lengths on a GPU, where a tight bound avoids empty blocks. The default is the bound that follows
         from shapes and host integers; nothing is read back for it.
-
     position_q, position_k : (batch,), optional
         For sequences that are parts of longer ones: the positions of their first rows there, 0 to 2^30 (default
         0). If either is given, query i stands at ``position_q[b] + i`` and key j at ``position_k[b] + j``. The

@@ -25,18 +25,28 @@ DEVICE_TYPES = (2, MANAGED)  # kDLCUDA, kDLCUDAManaged
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _BFLOAT_CODE = 4
-_FLOAT8_CODE = 10
+# Of all formats of 8 bits, so that a call can refuse by name those that it does not read.
+_FLOAT8_CODES = {
+    np.dtype(getattr(ml_dtypes, name)): code
+    for name, code in (
+        ("float8_e4m3b11fnuz", 9),
+        ("float8_e4m3fn", 10),
+        ("float8_e4m3fnuz", 11),
+        ("float8_e5m2", 12),
+        ("float8_e5m2fnuz", 13),
+    )
+}
 _DTYPES = {
     **{(0, bits): np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
     **{(1, bits): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     **{(2, bits): np.dtype(f"float{bits}") for bits in (16, 32, 64)},
     (_BFLOAT_CODE, 16): BFLOAT16,
-    (_FLOAT8_CODE, 8): FLOAT8,
+    **{(code, 8): dtype for dtype, code in _FLOAT8_CODES.items()},
     **{(5, bits): np.dtype(f"complex{bits}") for bits in (64, 128)},
     (6, 8): np.dtype(bool),
 }
 # DLPack type codes of the dtypes that NumPy itself does not have.
-_CODES = {BFLOAT16: _BFLOAT_CODE, FLOAT8: _FLOAT8_CODE}
+_CODES = {BFLOAT16: _BFLOAT_CODE, **_FLOAT8_CODES}
 
 
 class _DLTensor(ctypes.Structure):

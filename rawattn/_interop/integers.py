@@ -37,7 +37,8 @@ def import_integers(
         array = import_array(name, obj, stream=stream).array
     if array.dtype not in _INTEGERS:
         listed = isinstance(obj, (list, tuple, range))
-        fix = "" if listed else f"; convert it, as by {cast(framework_of(obj), name, 'int32')}"
+        variable = name.rpartition(" ")[2]  # of "block_table's indptr"
+        fix = "" if listed else f"; convert it, as by {cast(framework_of(obj), variable, 'int32')}"
         raise TypeError(
             f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int{fix}"
         )

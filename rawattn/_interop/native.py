@@ -225,8 +225,10 @@ class Torch(_GeneratedReaders):
             torch.int64: np.dtype(np.int64),
             torch.bool: np.dtype(np.bool_),
         }
-        if hasattr(torch, "float8_e4m3fn"):
-            self._of_torch[torch.float8_e4m3fn] = np.dtype(ml_dtypes.float8_e4m3fn)
+        # All formats of 8 bits that torch has: calls refuse those that they do not read, by name.
+        for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"):
+            if hasattr(torch, name):
+                self._of_torch[getattr(torch, name)] = np.dtype(getattr(ml_dtypes, name))
         self._to_torch = {dtype: name for name, dtype in self._of_torch.items()}
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device

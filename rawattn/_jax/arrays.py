@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rawattn._call import option_advice
 from rawattn._call.options import Options
 from rawattn._interop.arrays import import_array
 from rawattn._interop.integers import as_array
@@ -34,6 +35,12 @@ def check_numpy(name: str, array: Any, accepted: str) -> None:
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise TypeError(f"{name}: got {kind}; accepted are {accepted}")
     import_array(name, array)
+
+
+def no_numbers(name: str, array: Any) -> TypeError:
+    """The error for an array whose dtype is none of NumPy's, as that of JAX's random keys."""
+    advice = option_advice.seed(array) if name == "seed" else ""
+    return TypeError(f"{name}: got dtype {array.dtype}, expected numbers{advice}")
 
 
 def refuse_symbolic_shapes(arrays: Mapping[str, Any]) -> None:

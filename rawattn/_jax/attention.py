@@ -31,6 +31,7 @@ from rawattn._jax.arrays import (
     as_jax,
     check_numpy,
     narrowed_options,
+    no_numbers,
     refuse_symbolic_shapes,
     sharded_as,
     sharding_of_mapped,
@@ -171,6 +172,8 @@ def attention(
     for n, array in enumerate(arrays, -len(arrays)):
         if type(array) is not np.ndarray and not isinstance(array, jax.Array):
             check_numpy(caller_names(verb, left)[n], array, "JAX and NumPy arrays")
+        if not isinstance(array.dtype, np.dtype):
+            raise no_numbers(caller_names(verb, left)[n], array)
     if any(x.dtype == INT64 for x in arrays):
         arrays, left = narrowed_options(verb, arrays, left)
     gradients, _ = named_gradients(Gradients(), given, None)

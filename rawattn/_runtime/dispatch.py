@@ -150,7 +150,7 @@ def _views(
             continue
         array = arrays.import_array(shown, x, stream=stream)
         if (output or name in verb.written) and array.readonly:
-            raise ValueError(f"{shown}: got a read-only array; pass a writable one")
+            raise ValueError(arrays.unwritable(shown, array.framework))
         given.append(array)
     device: int = given[verb.lead_index].device  # type: ignore[union-attr]
     for shown, each in zip(shown_names, given, strict=True):

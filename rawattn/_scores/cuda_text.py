@@ -244,8 +244,12 @@ def _of_cuda(text: ScoreText) -> list[str]:
 
 
 def _user_lines(file: str, text: str) -> list[str]:
-    """The user's lines unchanged, with a `#line` directive, so that a compiler's messages name them by `file` and line."""
-    return [f'#line 1 "{file}"', text, '#line 1 "generated"']
+    """The user's lines unchanged, with a `#line` directive, so that a compiler's messages name them by `file` and line.
+
+    A semicolon, counted as of the last line, ends what the text leaves open: `if (x)` would take in the statement behind it.
+    """
+    last = text.count("\n") + 1
+    return [f'#line 1 "{file}"', text, f'#line {last} "{file}"', ";", '#line 1 "generated"']
 
 
 class _Body:

@@ -164,7 +164,7 @@ class _Checker:
         case = self._cases.get(type(node))
         if case is None:
             hint = ""
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and self._is_known(node.attr):
                 hint = f"; write `{node.attr}` alone"
             self._refuse(node, f"{type(node).__name__}; accepted are {ACCEPTED}{hint}")
         return case(node, depth + 1)
@@ -205,6 +205,11 @@ class _Checker:
             self._refuse(node, "but a predicate has no score; known are " + self._known())
         hint = f"; write `{_ELSEWHERE[name]}`" if name in _ELSEWHERE else ""
         self._refuse(node, f"which is unknown; known are {self._known()}{hint}")
+
+    def _is_known(self, name: str) -> bool:
+        if name == "score":
+            return self._has_score
+        return name in RESERVED or name in self._names.arrays or name in self._names.scalars
 
     def _known(self) -> str:
         own = ("score",) if self._has_score else ()

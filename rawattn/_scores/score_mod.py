@@ -43,8 +43,8 @@ class ScoreMod:
         With `language="expression"`: an expression in Python's syntax that gives the new score. Accepted are + - * / // % **,
         comparisons, and/or/not, `a if c else b`, `where(c, a, b)`, exp, log, tanh, sin, cos, sqrt, abs, floor, min, max, int,
         float. `//` and `%` round as in Python, also for negative numbers; the exponent of `**` must be a literal number.
-        Integers have 32 bits and wrap around; an integer division by zero gives 0. An index outside an axis is clamped to
-        it, so that -1 is the first element, not the last. A score of `-inf` hides the key:
+        Integers have 32 bits and wrap around; an integer division by zero gives 0, by a literal 0 it is refused. An index
+        outside an axis is clamped to it, so that -1 is the first element, not the last. A score of `-inf` hides the key:
         `where(kv_idx % 2 == 0, score, -inf)`. On GPUs, in calls of 16-bit elements, exp, log, tanh and divisions that depend
         on the score have errors of a few units in the last place of float32; log has an absolute one of 2e-7 near 1.
 

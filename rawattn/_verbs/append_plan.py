@@ -31,6 +31,11 @@ class AppendPlan(Plan):
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """The turned queries, or None without queries."""
+        if len(args) > _BY_POSITION:
+            raise TypeError(
+                f"plan: got {len(args)} arrays by position, expected k, v, k_pages, v_pages, block_table; others by name, as "
+                "in q="
+            )
         if "q" in self._verb.inputs and len(args) == _BY_POSITION:
             q = named.pop("q", self._inputs[_BY_POSITION - 1])
             args = (*args[:-1], q, args[-1])

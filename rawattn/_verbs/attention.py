@@ -128,7 +128,7 @@ def attention(
     seed : int, or integer array of one element, optional
         What is dropped depends on (seed, batch, head, row, key) only, so it is the same in the backward, on every backend
         and for every tile size. An array (int32 or int64, on q's device) is read by the kernels: change it between replays
-        of a captured CUDA graph, and each replay drops other probabilities.
+        of a captured CUDA graph, and each replay drops other probabilities. Any int is accepted; it counts modulo 2**64.
 
     Returns
     -------
@@ -149,6 +149,8 @@ def attention(
         Naming the argument, what was got and what is accepted; before anything is launched.
     NotImplementedError
         On the CPU, for a `score_mod` in C++, and for `dropout_p` where `seqs` has positions.
+    ImportError
+        For arrays on a GPU where CuPy, which loads the kernels, is not installed.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
         lost: call `rawattn.torch.attention`, or pass ``x.detach()``.

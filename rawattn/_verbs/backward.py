@@ -90,6 +90,8 @@ def attention_backward(
     NotImplementedError
         For a `score_mod` in C++ without a `backward`, on the CPU for any in C++, and for `dropout_p` where `seqs` has
         positions.
+    ImportError
+        For arrays on a GPU where CuPy, which loads the kernels, is not installed.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for an array in `into` that is a torch tensor that requires a
         gradient.
@@ -246,6 +248,8 @@ def attention_vjp(
     NotImplementedError
         On the CPU, for a `score_mod` in C++, and for `dropout_p` where `seqs` has positions. `backward` raises it too for a
         `score_mod` in C++ without a `backward`.
+    ImportError
+        For arrays on a GPU where CuPy, which loads the kernels, is not installed.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for an `out` that is a torch tensor that requires a gradient.
 

@@ -88,6 +88,10 @@ def block_mask(
     if isinstance(mask, str) or (callable(mask) and not hasattr(mask, "__dlpack__")):
         fix = "predicate=" if isinstance(mask, str) else "its text, predicate='q_idx >= kv_idx'"
         raise TypeError(f"mask: got {for_message(mask)}, expected an array of bool; write {fix}")
+    if isinstance(mask, BlockMask):
+        raise TypeError(
+            f"mask: got {for_message(mask)}, expected an array of bool; calls take a BlockMask as it is"
+        )
     given = [
         name
         for name, x in (("mask", mask), ("predicate", predicate), ("ranges", ranges))

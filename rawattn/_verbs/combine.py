@@ -54,6 +54,8 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     ------
     TypeError, ValueError
         Naming the argument, what was got and what is accepted; before anything is launched.
+    ImportError
+        For arrays on a GPU where CuPy, which loads the kernels, is not installed.
     RuntimeError
         For a torch tensor that requires a gradient, which would be lost: pass ``x.detach()``.
 

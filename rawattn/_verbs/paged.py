@@ -163,6 +163,8 @@ def paged_attention(
         of the arrays.
     NotImplementedError
         For pages of 8 bits that are not float8_e4m3fn, where `seqs` has positions, and on the CPU for a `score_mod` in C++.
+    ImportError
+        For arrays on a GPU where CuPy, which loads the kernels, is not installed.
     RuntimeError
         For ``backend="cuda"`` where there is no usable GPU, and for a torch tensor that requires a gradient, which would be
         lost: pass ``x.detach()``.

@@ -160,7 +160,7 @@ def _as_planned(ids: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 def _changed(name: str) -> ValueError:
     return ValueError(
         f"{name}: got other values than when the call was planned, but values of the host are those of planning time; plan "
-        "with an array on the GPU, which may change"
+        "with an array on the GPU, which may change; in a call on the CPU leave the plan out"
     )
 
 

@@ -83,7 +83,10 @@ def show_mask(
     .+++
     """
     file = Path() if path is None else _file(path)
-    found = mask if mask is None or isinstance(mask, BlockMask) else block_mask(mask)
+    found = mask
+    if mask is not None and not isinstance(mask, BlockMask):
+        _options.check_array("mask", mask)
+        found = block_mask(mask)
     heads = (1, 1) if found is None else found.shape[:2]
     rows = _length("seqlen_q", seqlen_q, None if found is None else found.shape[2])
     keys = _length("seqlen_k", seqlen_k, None if found is None else found.shape[3])

@@ -175,6 +175,34 @@ def test_a_text_in_cuda_without_backward_has_a_value(builder: Builder) -> None:
         Device(builder, [mod])
 
 
+UNFINISHED = [
+    ScoreMod("score *= 2.0f", "dscore *= 2.0f // twice", language="cuda"),
+    ScoreMod(
+        "score *= 2.0f; if (score > 0.0f)", "dscore *= 2.0f; if (score < 0.0f)", language="cuda"
+    ),
+]
+
+
+def test_what_a_text_in_cuda_leaves_open_ends_with_it(builder: Builder) -> None:
+    """A last statement needs no semicolon, and the generated `return` does not become a part of it."""
+    device = Device(builder, UNFINISHED)
+    at, score = positions(50, seed=4), np.linspace(-3, 3, 50)
+    for mod in UNFINISHED:
+        found = device.run(mod, score, _rows(at))
+        np.testing.assert_array_equal(found[:, 0], np.float32(score) * 2)
+        np.testing.assert_array_equal(found[:, 1], 2)
+
+
+def test_an_error_at_the_end_of_a_text_is_told(cache: Path) -> None:
+    mod = ScoreMod("score = 2.0f *", "dscore *= 2.0f;", language="cuda")
+    with pytest.raises(CompileError) as raised:
+        compile_source(source([mod]), "sm_80")
+    told = compile_error_message(str(raised.value), mod.text).splitlines()
+    assert told[0] == "score_mod: the text does not compile"
+    assert told[1].startswith("  forward, line 1: ")
+    assert told[2] == "    score = 2.0f *"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_nvrtc_takes_every_text(arch: str, written: Any, cache: Path) -> None:
