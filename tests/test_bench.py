@@ -111,6 +111,23 @@ def test_a_figure_alone_and_one_that_fails(pretend_gpu, capsys, monkeypatch):
     assert "compile n/a: ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_what_is_measured_alone_comes_first_and_is_shown_last(pretend_gpu, capsys, monkeypatch):
+    order = []
+    fake = {
+        name: lambda dtype, names, name=name: order.append(name) or [Figure(name, 1.0, "us")]
+        for name in ("before", "memory")
+    }
+    alone = frozenset({"before"})
+    suite = dataclasses.replace(suites.SUITES["backward"], figures=fake, alone=alone)
+    monkeypatch.setitem(suites.SUITES, "backward", suite)
+    run = measure.run
+    monkeypatch.setattr(measure, "run", lambda *given: order.append("cases") or run(*given))
+    assert cli.main(["bench", "--suite", "backward", "--repeats", "1", "--quick"]) == 0
+    assert order == ["before", "cases", "memory"]
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    assert shown.index("memory") < shown.index("before")
+
+
 def test_a_suite_of_figures_alone_says_how_they_were_measured(pretend_gpu, capsys, monkeypatch):
     monkeypatch.setattr(suites, "contenders", lambda name: pretend_gpu)
 

@@ -33,6 +33,8 @@ from rawattn._bench.report import Figure
 class Suite:
     """cases: a function of `quick`. figures: functions of (dtype, peers) for further figures, by their names in --filter.
 
+    alone: names of figures that are measured before the cases, while this process has neither work nor memory on the GPU.
+
     listed: for a suite of figures alone the names of what they measure. It is measured as a whole, as some compare two cases.
     """
 
@@ -40,6 +42,7 @@ class Suite:
     cases: Callable[[bool], list[Case]]
     figures: Mapping[str, Callable[[str, Sequence[str]], list[Figure]]]
     note: str = ""  # below the table
+    alone: frozenset[str] = frozenset()
     listed: tuple[str, ...] = ()
     host: bool = False  # measured by `host_suite`, with neither cases nor further figures
 
@@ -82,6 +85,7 @@ SUITES = {
         },
         note="a backward alone is timed, after a forward that is not; efficient and flash-sparse-attn return dbias "
         "as rawattn does, cuDNN does not",
+        alone=frozenset({"before"}),
     ),
     "decode": Suite(
         "one new row on cached keys: share of the read bandwidth, time over the fastest peer, each with its bound",

@@ -6,11 +6,12 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rawattn._bench import cases, grids, host_calls, host_suite, measure, render, suites
-from rawattn._bench.report import Report
+from rawattn._bench.report import Figure, Report
 from rawattn._bench.timing import BURST_SECONDS, REPEATS
 from rawattn._call import outputs
 from rawattn._cli import arguments
@@ -170,20 +171,35 @@ def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[st
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else REPEATS)
     options = measure.Options(args.dtype, repeats, args.budget, args.burst)
     with Progress(len(chosen) + len(extras)) as progress:
+        first = []
+        for name in [name for name in extras if name in suite.alone]:
+            first.append(_figures(suite, name, args.dtype, []))
+            progress.step(name)
         report = measure.run(args.suite, chosen, wanted, options, progress.step)
         if suite.note and (chosen or not suite.cases(args.quick)):
             report.notes.append(suite.note)
-        for name in extras:
+        found = []
+        for name in [name for name in extras if name not in suite.alone]:
             peers = report.peers
             if peers and time.monotonic() - started > args.budget:
                 peers = []
                 report.notes.append(f"{name}: without peers, as the budget was spent")
-            try:
-                report.figures += suite.figures[name](args.dtype, peers)
-            except Exception as error:  # the table is still shown
-                report.notes.append(f"{name} n/a: {measure.describe(error)}")
+            found.append(_figures(suite, name, args.dtype, peers))
             progress.step(name)
+        for figures, notes in (*found, *first):
+            report.figures += figures
+            report.notes += notes
     return report
+
+
+def _figures(
+    suite: suites.Suite, name: str, dtype: str, peers: Sequence[str]
+) -> tuple[list[Figure], list[str]]:
+    """A suite's figures of one name, or the note that says why there are none: the table is still shown."""
+    try:
+        return suite.figures[name](dtype, peers), []
+    except Exception as error:
+        return [], [f"{name} n/a: {measure.describe(error)}"]
 
 
 def _wants(args: argparse.Namespace, figure: str) -> bool:
