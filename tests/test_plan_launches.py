@@ -129,13 +129,19 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+def _with_arrays() -> tuple[list[Any], list[Any], Any]:
+    """A planned call with arrays among its options: its inputs, those arrays, and the plan."""
+    inputs = [aligned((1, 5, 2, 8)) for _ in range(3)]
+    bias, sinks = aligned((1, 1, 5, 5)), aligned((2,))
+    options = {"bias": bias, "sink_logits": sinks, "dropout_p": 0.5, "seed": 7}
+    return inputs, [bias, sinks], plan(attention, *inputs, **options)
+
+
 def test_arrays_of_options_that_are_left_out_cost_nothing(
     long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(monkeypatch)
-    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
-    bias, sinks = aligned((1, 1, 5, 5)), aligned((2,))
-    made = plan(attention, q, k, v, bias=bias, sink_logits=sinks, dropout_p=0.5, seed=7)
+    (q, k, v), (bias, sinks), made = _with_arrays()
     other = aligned((1, 1, 5, 5))
     for more, expected in (
         ((), (bias, sinks)),
@@ -182,9 +188,7 @@ def test_named_arrays_take_the_short_way(
 ) -> None:
     """Calls with named arrays take the fast path from the second call on that names the same arguments."""
     machine = Machine(monkeypatch)
-    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
-    bias, sinks = aligned((1, 1, 5, 5)), aligned((2,))
-    made = plan(attention, q, k, v, bias=bias, sink_logits=sinks, dropout_p=0.5, seed=7)
+    (q, k, v), (bias, sinks), made = _with_arrays()
     made(q, k, v)
     own = machine.launched.pop()[5:7]
     for n in range(3):

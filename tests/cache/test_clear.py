@@ -65,12 +65,18 @@ def test_clear_removes_notes_and_no_other_file_of_such_a_name(cache: Path, suffi
     assert content(cache) == {f"{name}.{suffix}": text for name, text in others.items()}
 
 
-def test_a_note_that_cannot_be_written_leaves_nothing(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def _library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A library that stands for the loaded NVRTC."""
     library = tmp_path / "libnvrtc.so"
     library.touch()
     monkeypatch.setattr(memo, "_loaded", lambda: {str(library)})
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_note_that_cannot_be_written_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for version in ("13.0", "13.1"):
         memo.remember(version)
         assert memo.recall() == version
@@ -134,13 +140,9 @@ def test_clear_removes_damaged_entries(cache: Path, text: str) -> None:
     assert names(cache) == set()
 
 
-def test_an_environment_that_is_no_utf8(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("cache", "_library")
+def test_an_environment_that_is_no_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python reads other bytes in a variable as surrogates."""
-    library = tmp_path / "libnvrtc.so"
-    library.touch()
-    monkeypatch.setattr(memo, "_loaded", lambda: {str(library)})
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/\udce9")
     memo.remember("13.0")
     assert memo.recall() == "13.0"
