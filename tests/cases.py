@@ -21,7 +21,7 @@ class Case:
     nheads_kv: int = 2
     headdim: int = 64
     headdim_v: int | None = None
-    group: bool = False
+    packed: bool = False
     lens_q: tuple[int, ...] = ()
     lens_k: tuple[int, ...] = ()
     room_q: tuple[int, ...] | None = None
@@ -60,7 +60,7 @@ class Case:
         assert len(self.lens_q) == len(self.lens_k), self
         for by, lens, rooms in ((self.by_q, *self.side_q), (self.by_k, *self.side_k)):
             assert len(rooms) == len(lens), self
-            assert self.group or len(set(rooms)) <= 1, self
+            assert self.packed or len(set(rooms)) <= 1, self
             assert all(0 <= n <= room for n, room in zip(lens, rooms, strict=True)), self
             assert by != "room" or lens == rooms, self
         for positions in (self.positions_q, self.positions_k):
@@ -105,4 +105,4 @@ def padded(name: str, lens_q: Any, lens_k: Any, room_q: int, room_k: int, **knob
 
 def ragged(name: str, lens_q: Any, lens_k: Any, **knobs: Any) -> Case:
     """A group-mode case. Without room_q and room_k the sequences lie back to back."""
-    return Case(name=name, group=True, lens_q=tuple(lens_q), lens_k=tuple(lens_k), **knobs)
+    return Case(name=name, packed=True, lens_q=tuple(lens_q), lens_k=tuple(lens_k), **knobs)

@@ -31,7 +31,7 @@ class Form(NamedTuple):
     name: str
     lens_q: tuple[int, ...]
     lens_k: tuple[int, ...]
-    group: bool = False
+    packed: bool = False
     padded: bool = False
     nheads_q: int = 4
     nheads_kv: int = 2
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
     @property
     def seqs(self) -> SeqLayout | None:
-        if self.group:
+        if self.packed:
             starts = (np.cumsum([1, *lens]) for lens in (self.lens_q, self.lens_k))
             names = ("seqstart_q", "seqstart_k")
             return SeqLayout(**dict(zip(names, starts, strict=True)))
@@ -55,7 +55,7 @@ class Form(NamedTuple):
     @property
     def rows(self) -> tuple[int, int]:
         """The rows of q and of k: of a batch entry, or in group mode the extent of a bias."""
-        pad = 2 if self.padded or self.group else 0
+        pad = 2 if self.padded or self.packed else 0
         return max(self.lens_q) + pad, max(self.lens_k) + pad
 
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -67,7 +67,7 @@ class Form(NamedTuple):
             (self.lens_k, self.rows[1], self.nheads_kv, self.headdim),
             (self.lens_k, self.rows[1], self.nheads_kv, self.headdim_v),
         ):
-            shape = (sum(lens) + 2,) if self.group else (len(lens), rows)
+            shape = (sum(lens) + 2,) if self.packed else (len(lens), rows)
             array = np.full((*shape, nheads, headdim), np.nan, np.float32)
             logical = self.logical(lens, rows)
             array[logical] = rng.standard_normal((int(logical.sum()), nheads, headdim))
@@ -75,7 +75,7 @@ class Form(NamedTuple):
         return tuple(found)
 
     def logical(self, lens: tuple[int, ...], rows: int) -> np.ndarray:
-        if self.group:
+        if self.packed:
             indices = np.arange(sum(lens) + 2)
             return (indices > 0) & (indices <= sum(lens))
         return np.arange(rows) < np.array(lens)[:, None]
@@ -242,5 +242,5 @@ def verify_backward(form: Form, options: dict[str, Any]) -> None:
 SMALL = [
     Form("dense", (11, 11, 11), (13, 13, 13)),
     Form("padded", (11, 1, 0, 9), (3, 13, 4, 0), padded=True),
-    Form("ragged", (11, 1, 5, 0), (13, 3, 7, 2), group=True),
+    Form("ragged", (11, 1, 5, 0), (13, 3, 7, 2), packed=True),
 ]

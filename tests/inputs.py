@@ -74,7 +74,7 @@ def materialise(case: Case) -> Inputs:
     integers: dict[str, np.ndarray] = {}
     maxima: dict[str, int] = {}
     for side, by, (lens, rooms) in (("q", case.by_q, case.side_q), ("k", case.by_k, case.side_k)):
-        if case.group and not (side == "k" and case.share_starts):
+        if case.packed and not (side == "k" and case.share_starts):
             integers[f"seqstart_{side}"] = case.lead + _cumulative(rooms)
         if by == "both":
             # cu_seqlen takes precedence: these lengths are wrong but accepted.
@@ -115,7 +115,7 @@ def _cumulative(lens: tuple[int, ...]) -> np.ndarray:
 
 
 def _logical_rows(case: Case, lens: tuple[int, ...], rooms: tuple[int, ...]) -> np.ndarray:
-    if not case.group:
+    if not case.packed:
         return np.arange(max(rooms, default=0)) < np.reshape(lens, (-1, 1))
     pieces = [np.arange(room) < n for n, room in zip(lens, rooms, strict=True)]
     outside = [np.zeros(case.lead, bool)], [np.zeros(case.tail, bool)]

@@ -106,7 +106,7 @@ def paged(
     shared: int = 0,
     spare: int = 3,
     junk: int = -1,
-    group: bool = False,
+    packed: bool = False,
     float8: str = "",
     seed: int = 0,
 ) -> Paged:
@@ -133,13 +133,13 @@ def paged(
         pools.append(pool.swapaxes(1, 2) if heads_first else pool)
     taken = common
     owned: list[list[int]] = []
-    packed: tuple[list[Array], list[Array]] = ([], [])
+    unpaged: tuple[list[Array], list[Array]] = ([], [])
     for n, count in zip(lens_k, counts, strict=True):
         own = order[taken : taken + count - common]
         taken += count - common
         ids = [*order[:common], *own]
         owned.append([int(x) for x in ids])
-        for pool, dim, out in zip(pools, dims, packed, strict=True):
+        for pool, dim, out in zip(pools, dims, unpaged, strict=True):
             values = rng.standard_normal((n, heads[1], dim)).astype(stored)
             for page, which in enumerate(ids):
                 first = page * page_size
@@ -160,7 +160,7 @@ def paged(
             table[b, : len(ids)] = ids
     lens_q = (rows,) * batch if isinstance(rows, int) else rows
     seqs = None
-    if group:
+    if packed:
         seqs = rawattn.SeqLayout(
             seqstart_q=np.concatenate(([2], 2 + np.cumsum([n + 1 for n in lens_q]))),
             seqlen_q=np.array(lens_q, integers),
@@ -174,7 +174,7 @@ def paged(
     q = rng.standard_normal(shape).astype(dtype)
     k, v = (
         np.concatenate([np.empty((0, heads[1], d), stored), *x])
-        for x, d in zip(packed, dims, strict=True)
+        for x, d in zip(unpaged, dims, strict=True)
     )
     scales: list[Any] = [None, None]
     if float8:

@@ -23,14 +23,14 @@ def random_case(seed: int) -> Case:
     def length(most: int) -> int:
         return int(some(0, 1, rng.integers(1, 1 + most), rng.integers(1, 1 + most)))
 
-    group = bool(rng.integers(2))
+    packed = bool(rng.integers(2))
     batch = int(some(1, 2, 3, some(0, 5, 9, 40)))
     most = int(some(20, 140, 400)) if batch <= 3 else 90
     lens_q = [length(most) for _ in range(batch)]
     lens_k = lens_q if rng.random() < 0.2 else [length(most) for _ in range(batch)]
     by_q, by_k = (some("room", "seqlen", "cu_seqlen", "both") for _ in "qk")
     room_q, room_k = (
-        _random_rooms(rng, lens, group=group, padded=by != "room")
+        _random_rooms(rng, lens, packed=packed, padded=by != "room")
         for lens, by in ((lens_q, by_q), (lens_k, by_k))
     )
     if by_q == "room":
@@ -59,13 +59,13 @@ def random_case(seed: int) -> Case:
         nheads_kv=nheads_kv,
         headdim=dim,
         headdim_v=dim_v,
-        group=group,
+        packed=packed,
         lens_q=tuple(lens_q),
         lens_k=tuple(lens_k),
         room_q=tuple(room_q),
         room_k=tuple(room_k),
-        lead=int(some(0, 5)) if group else 0,
-        tail=int(some(0, 9)) if group else 0,
+        lead=int(some(0, 5)) if packed else 0,
+        tail=int(some(0, 9)) if packed else 0,
         by_q=by_q,
         by_k=by_k,
         integers=some("int32", "int64", "list"),
@@ -92,8 +92,8 @@ def _some_sides(rng: Any) -> str:
     return ("q", "k", "qk", "qk")[int(rng.integers(4))]
 
 
-def _random_rooms(rng: Any, lens: list[int], *, group: bool, padded: bool) -> list[int]:
-    if not group:
+def _random_rooms(rng: Any, lens: list[int], *, packed: bool, padded: bool) -> list[int]:
+    if not packed:
         room = max(lens, default=0) + (int(rng.integers(0, 40)) if padded else 0)
         return [room] * len(lens)
     return [n + int(rng.integers(0, 20)) if padded else n for n in lens]

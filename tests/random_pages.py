@@ -31,14 +31,14 @@ def random_pages(seed: int) -> RandomPages:
     lens_q = tuple(int(min(rng.integers(0, most + 1), n)) for n in lens_k)
     nheads_kv = int(rng.integers(1, 4))
     dim = headdim()
-    group = bool(rng.integers(2))
-    rows: Any = lens_q if group or rng.integers(2) else most
+    packed = bool(rng.integers(2))
+    rows: Any = lens_q if packed or rng.integers(2) else most
     call = paged(
         lens_k,
         int(some(16, 16, 128, some(1, 7, 8, 24, 64, 300, 1024))),
         rows=rows,
-        group=group,
-        room_q=None if group else most,
+        packed=packed,
+        room_q=None if packed else most,
         heads=(nheads_kv * int(some(1, 2, 4, 5, 8, some(17, 37, 71))), nheads_kv),
         dims=(dim, some(dim, dim, headdim())),
         dtype=some(BFLOAT16, np.dtype(np.float16), np.dtype(np.float32)),

@@ -325,7 +325,7 @@ def page_calls() -> list[Callable[[], None]]:
     return [
         partial(check_pages, paged(lens, 16, rows=1, heads=(8, 2), dims=(128, 128)), causal=True),
         partial(check_pages, paged(lens, 7, rows=5, pair=True, dtype=F32), num_splits=4),
-        partial(check_pages, paged(lens, 64, rows=(40, 0, 9, 130), group=True), **masks),
+        partial(check_pages, paged(lens, 64, rows=(40, 0, 9, 130), packed=True), **masks),
         partial(check_pages, paged(lens, 1000, rows=2, integers=np.int64, heads_first=True)),
         partial(check_pages, paged(lens, 24, rows=3, dims=(7, 33)), **masks, num_splits=3),
         partial(check_pages, paged(lens, 1, rows=3, dims=(64, 96)), softcap=3.0),
@@ -344,7 +344,7 @@ def page_calls() -> list[Callable[[], None]]:
         ),
         partial(check_pages, paged(lens, 7, rows=5, dims=(40, 33), float8="numbers"), num_splits=4),
         partial(
-            check_pages, paged(lens, 24, rows=(40, 0, 9, 130), group=True, float8="plain"), **masks
+            check_pages, paged(lens, 24, rows=(40, 0, 9, 130), packed=True, float8="plain"), **masks
         ),
         partial(check_pages, paged(lens, 16, rows=90, dims=(128, 128)), "sm90", num_splits=1),
         partial(check_pages, paged(lens, 1, rows=90, dims=(128, 128)), "sm90", causal=True),
@@ -388,7 +388,7 @@ def append_calls() -> list[Callable[[], None]]:
     calls = [
         appended(lens, 16, dims=(128, 128), heads=(8, 2), rotary_dim=128),
         appended(lens, 7, rotary_dim=16, interleaved=True, **new),
-        appended(lens, 24, dims=(7, 33), rotary_dim=6, group=True, pair=True, rows=new["rows"]),
+        appended(lens, 24, dims=(7, 33), rotary_dim=6, packed=True, pair=True, rows=new["rows"]),
         appended(lens, 1, dtype=F32, **new),
         appended(lens, 16, dims=(128, 128), rotary_dim=128, float8="arrays"),
         appended(lens, 7, dims=(7, 33), float8="numbers", **new),

@@ -52,7 +52,7 @@ class Sizes(Protocol):
     dtype: str
     nheads_q: int
     nheads_kv: int
-    group: bool
+    packed: bool
     lens_q: tuple[int, ...]
     lens_k: tuple[int, ...]
     bias: Pairs | None
@@ -189,7 +189,7 @@ def _pairs(case: Sizes, spec: Pairs, dtype: np.dtype, rng: np.random.Generator) 
 def pairs_shape(case: Sizes, spec: Pairs) -> tuple[int, int, int, int]:
     """Return the shape with all four axes."""
     sides = (
-        max((lens if case.group else rooms), default=0) + (beyond if case.group else 0)
+        max((lens if case.packed else rooms), default=0) + (beyond if case.packed else 0)
         for (lens, rooms), beyond in zip((case.side_q, case.side_k), spec.beyond, strict=True)
     )
     rows, keys = (

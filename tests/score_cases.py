@@ -55,7 +55,7 @@ def few(cases: list[Case]) -> list[Any]:
         lambda case: {
             ("options", case.score_options),
             ("dtype", case.dtype),
-            ("layout", case.group, case.by_q == "room"),
+            ("layout", case.packed, case.by_q == "room"),
         },
     )
 

@@ -33,10 +33,10 @@ EXCHANGED = [
 
 
 def exchanged(case: Case) -> Iterable[Hashable]:
-    yield case.dtype, case.group
-    yield case.layout, case.give_out, case.group
+    yield case.dtype, case.packed
+    yield case.layout, case.give_out, case.packed
     yield case.integers, case.on_device, case.max_seqlen
-    yield case.by_q, case.by_k, case.group
+    yield case.by_q, case.by_k, case.packed
 
 
 @pytest.mark.parametrize("case", exhaustive.mark(CHEAP, of_call), ids=str)

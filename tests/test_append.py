@@ -29,8 +29,8 @@ ROTARY = {
 BATCHES: dict[str, dict[str, Any]] = {
     "one row": {},
     "padded": {"rows": (3, 0, 5, 1), "room_q": 6},
-    "packed": {"rows": (3, 1, 5, 0), "group": True},
-    "packed pair": {"rows": (3, 1, 5, 0), "group": True, "pair": True, "integers": np.int64},
+    "packed": {"rows": (3, 1, 5, 0), "packed": True},
+    "packed pair": {"rows": (3, 1, 5, 0), "packed": True, "pair": True, "integers": np.int64},
 }
 
 
@@ -53,7 +53,7 @@ def test_against_the_reference(name: str, batch: str) -> None:
 
 def test_attention_reads_what_was_written() -> None:
     """Appending the whole prompt at once and token by token gives the same cache."""
-    call = appended(LENS, 4, rows=LENS, room_q=24, rotary_dim=8, dtype=F32, group=False)
+    call = appended(LENS, 4, rows=LENS, room_q=24, rotary_dim=8, dtype=F32, packed=False)
     k_pages, v_pages, out = run(call)
     stepwise = call.pools()
     table = call.pages.block_table

@@ -25,14 +25,14 @@ from tests.cpu_score_calls import (
 BUNDLED = [
     Form("dense", (7, 7, 7), (9, 9, 9)),
     Form("padded", (7, 3, 0, 7), (5, 9, 4, 5), padded=True),
-    Form("ragged", (5, 1, 5, 0, 6), (7, 3, 7, 2, 0), group=True, dtype="bfloat16"),
+    Form("ragged", (5, 1, 5, 0, 6), (7, 3, 7, 2, 0), packed=True, dtype="bfloat16"),
     Form("one-head", (4, 4), (6, 6), nheads_q=3, nheads_kv=1, headdim=8, headdim_v=5),
     Form("each-head", (4, 4), (6, 6), nheads_q=3, nheads_kv=3, headdim=8, dtype="float16"),
 ]
 TILED = [
     Form("long", (150, 150), (600, 600), nheads_q=4, nheads_kv=2),
     Form("one-pass", (300,), (200,), nheads_q=2, nheads_kv=2, dtype="bfloat16"),
-    Form("ragged-long", (70, 0, 300, 5), (540, 40, 130, 8), group=True, headdim=40, headdim_v=24),
+    Form("ragged-long", (70, 0, 300, 5), (540, 40, 130, 8), packed=True, headdim=40, headdim_v=24),
     Form("padded-long", (300, 20), (90, 700), padded=True, nheads_q=6, dtype="float16"),
 ]
 

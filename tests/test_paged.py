@@ -63,7 +63,7 @@ def test_dtypes_and_head_dims(dtype: Any, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("pair", [False, True])
 def test_group_mode(pair: bool) -> None:
     """Chunks of prompts, with gaps between them."""
-    call = paged((70, 9, 0, 129), 16, rows=(20, 9, 4, 1), group=True, pair=pair)
+    call = paged((70, 9, 0, 129), 16, rows=(20, 9, 4, 1), packed=True, pair=pair)
     verify_both(call, causal=True)
     verify_both(call, causal=True, window=(17, 0), sink=2)
 
@@ -213,7 +213,7 @@ def test_plan(pair: bool) -> None:
 
 def test_a_maximum_of_keys_is_none_of_query_rows() -> None:
     """max_seqlen_k does not bound the rows of q here. It would if the starts of q were those of k too."""
-    call = paged((4,), 4, group=True, rows=(17,), dtype=F32)
+    call = paged((4,), 4, packed=True, rows=(17,), dtype=F32)
     starts = call.seqs.seqstart_q
     seqs = rawattn.SeqLayout(seqstart_q=starts, seqlen_q=call.seqs.seqlen_q, max_seqlen_k=4)
     out, lse = paged_attention(*call.inputs, seqlen_k=[4], seqs=seqs, return_lse=True)

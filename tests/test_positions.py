@@ -127,7 +127,7 @@ def test_the_layout() -> None:
     seqs = SeqLayout(position_q=[9, 0], position_k=np.array([1, 2], np.int64))
     assert repr(seqs) == "SeqLayout(position_q=[9, 0], position_k=[1, 2])"
     assert seqs.batch == 2
-    assert not seqs.group
+    assert not seqs.packed
     copy = pickle.loads(pickle.dumps(seqs))
     np.testing.assert_array_equal(copy.position_k, [1, 2])
 

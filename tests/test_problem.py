@@ -27,7 +27,7 @@ def test_a_dense_batch() -> None:
         nheads_kv=2,
         headdim=8,
         headdim_v=16,
-        group=False,
+        packed=False,
         rows_q=5,
         rows_k=7,
         max_seqlen_q=5,
@@ -44,17 +44,17 @@ def test_a_dense_batch() -> None:
 
 def test_a_packed_batch() -> None:
     described, lengths = describe(**arrays(PACKED), seqs=STARTS)
-    assert (described.group, described.ragged, described.batch) == (True, True, 2)
+    assert (described.packed, described.ragged, described.batch) == (True, True, 2)
     assert (described.rows_q, described.rows_k) == (15, 21)
     assert (described.max_seqlen_q, described.max_seqlen_k) == (10, 14)
-    assert lengths.group
+    assert lengths.packed
 
 
 @pytest.mark.parametrize("name", ["seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k"])
 def test_a_padded_batch_is_ragged(name: str) -> None:
     integers = [0, 1, 2, 3] if name.startswith("cu") else [1, 2, 3]
     described = problem(seqs=SeqLayout(**{name: integers}))
-    assert (described.group, described.ragged) == (False, True)
+    assert (described.packed, described.ragged) == (False, True)
 
 
 def test_a_layout_without_lengths_is_not_ragged() -> None:

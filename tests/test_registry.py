@@ -150,7 +150,7 @@ def family_of(
     pages = PageForm(page_size, num_pages, -(-keys // page_size), False, "int32")
     fields: dict[str, Any] = {
         **{"dtype": "bfloat16", "batch": batch, "nheads_q": 32, "nheads_kv": 8, "headdim": 128},
-        **{"headdim_v": 128, "group": False, "rows_q": rows, "rows_k": keys, "max_seqlen_q": rows},
+        **{"headdim_v": 128, "packed": False, "rows_q": rows, "rows_k": keys, "max_seqlen_q": rows},
         **{"max_seqlen_k": keys, "ragged": True, "window_left": None, "window_right": 0, "sink": 0},
         **{"top_left": False, "scale": 1.0, "pages": pages, **changed},
     }

@@ -13,7 +13,7 @@ from tests.score_cases import curated_scores, random_score_case
 NUMPY = NumPy()
 CASES = curated_scores()
 # One case for all that differ in the dtype or the head dim alone: the CPU backend treats these alike.
-COMMON = exhaustive.mark(CASES, lambda case: {(case.score_options, case.group), case.name.split("-")[0],
+COMMON = exhaustive.mark(CASES, lambda case: {(case.score_options, case.packed), case.name.split("-")[0],
     *(("bias", case.bias.values, case.bias.layout) for _ in "x" if case.bias),
     *(("mask", case.mask.values, case.mask.layout) for _ in "x" if case.mask)})  # fmt: skip
 SEEDS = exhaustive.thin(range(200), 20)

@@ -40,7 +40,7 @@ def usual_variants() -> Iterator[compiler.Source]:
 def variants_of_scores() -> Iterator[compiler.Source]:
     """Variants of the tile tables for windows, masks of keys, options of scores, few tiles and pages: each row in calls that
     its table is for."""
-    lengths = {"ragged": True, "group": True}
+    lengths = {"ragged": True, "packed": True}
     limited = {"window_left": 50, **lengths}
     slopes = {"alibi_slopes": ArrayForm("float32", (2,), (2,))}
     both_sides = {"window_right": None}
@@ -126,7 +126,7 @@ SCORED = {
     "softcap",
 }
 CALL: dict[str, Any] = {
-    **{"dtype": "bfloat16", "batch": 1, "nheads_q": 2, "nheads_kv": 2, "group": False},
+    **{"dtype": "bfloat16", "batch": 1, "nheads_q": 2, "nheads_kv": 2, "packed": False},
     **{"rows_q": 128, "rows_k": 128, "max_seqlen_q": 128, "max_seqlen_k": 128, "ragged": False},
     **{"window_left": None, "window_right": 0, "sink": 0, "top_left": False, "scale": 1.0},
 }

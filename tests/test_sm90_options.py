@@ -40,10 +40,10 @@ def test_heads_of_a_tile(
 def test_heads_of_a_packed_batch() -> None:
     """The mean length of a packed batch decides whether heads are interleaved: with many short sequences and one long chunk
     most tiles would be nearly empty otherwise."""
-    problem = replace(CALL_OF_MANY, nheads_q=5, group=True, ragged=True, batch=32)
+    problem = replace(CALL_OF_MANY, nheads_q=5, packed=True, ragged=True, batch=32)
     mixed = replace(problem, rows_q=512 + 31, max_seqlen_q=512)
     alike = replace(problem, rows_q=512 * 32, max_seqlen_q=512)
-    padded = replace(mixed, group=False, rows_q=512)
+    padded = replace(mixed, packed=False, rows_q=512)
     for each, interleaved in ((mixed, True), (alike, False), (padded, False)):
         assert tile_heads.interleaves(each, 128) == interleaved
 

@@ -80,7 +80,7 @@ def tile(
         **{
             "headdim": headdim,
             "headdim_v": headdim,
-            "group": False,
+            "packed": False,
             "rows_q": rows,
             "rows_k": keys,
         },
@@ -204,7 +204,7 @@ def test_tiles_of_unlike_lengths(
 ) -> None:
     """The chosen tile is the fastest of those measured (docs/notes/hopper-forward.md)."""
     x = np.broadcast_to(np.zeros((), np.float16), (rows, heads, headdim))
-    lengths = {"group": True, "ragged": True, "batch": batch}
+    lengths = {"packed": True, "ragged": True, "batch": batch}
     most = {"max_seqlen_q": longest, "max_seqlen_k": longest}
     problem = replace(describe(x[None], x[None], x[None])[0], **lengths, **most)
     config = sm90_forward.choose(problem, H200, Operands())
@@ -313,7 +313,7 @@ def test_pages_of_8_bits_have_room(options: dict[str, Any]) -> None:
     form = PageForm(16, 9000, 600, False, "int32")
     for dims in itertools.product((16, 64, 96, 128, 192, 256), repeat=2):
         problem = Problem(
-            **{"dtype": "bfloat16", "batch": 8, "nheads_q": 32, "nheads_kv": 8, "group": False},
+            **{"dtype": "bfloat16", "batch": 8, "nheads_q": 32, "nheads_kv": 8, "packed": False},
             **dict(zip(("headdim", "headdim_v"), dims, strict=True)),
             **{"rows_q": 300, "rows_k": 9600, "max_seqlen_q": 300, "max_seqlen_k": 9000},
             **{"ragged": True, "window_left": None, "window_right": 0, "sink": 0},

@@ -23,7 +23,7 @@ def test_lengths_of_a_packed_batch() -> None:
     fields = {"consumers": 1, "tile_k": 32}
     batch = replace(
         CALL_OF_MANY,
-        **{"batch": 10, "nheads_q": 2, "nheads_kv": 2, "group": True, "ragged": True},
+        **{"batch": 10, "nheads_q": 2, "nheads_kv": 2, "packed": True, "ragged": True},
         **{
             "window_right": None,
             "rows_q": 640,
@@ -59,7 +59,7 @@ def test_lengths_of_a_packed_batch() -> None:
 
 def test_a_lone_sequence_of_a_packed_batch() -> None:
     """It has the batch's rows, whatever longer sequence the bound allows."""
-    lone = replace(CALL_OF_MANY, batch=1, group=True, ragged=True, rows_q=300, rows_k=300)
+    lone = replace(CALL_OF_MANY, batch=1, packed=True, ragged=True, rows_q=300, rows_k=300)
     lone = replace(lone, max_seqlen_q=4096, max_seqlen_k=4096)
     many = replace(lone, batch=100_000, rows_q=200_000, rows_k=200_000)
     assert all(

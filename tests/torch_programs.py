@@ -169,7 +169,7 @@ def verify_taken_outside(device: str) -> None:
     exact = SeqLayout(seqlen_q=lengths, seqlen_k=lengths, max_seqlen_k=ROWS)
     for made in (seqs, copy.deepcopy(seqs)):
         assert repr(made) == repr(exact)
-        assert (made.batch, made.group, made.max_seqlen_q, made.max_seqlen_k) == (
+        assert (made.batch, made.packed, made.max_seqlen_q, made.max_seqlen_k) == (
             2,
             False,
             None,
@@ -186,7 +186,7 @@ def verify_read_inside(device: str) -> None:
 
     def run(x: Any, lengths: Any) -> Any:
         seqs = SeqLayout(seqlen_q=lengths, seqlen_k=lengths, max_seqlen_q=ROWS)
-        assert seqs.seqstart_q is None and not seqs.group and seqs.max_seqlen_k is None
+        assert seqs.seqstart_q is None and not seqs.packed and seqs.max_seqlen_k is None
         return x * seqs.batch + seqs.max_seqlen_q + seqs.seqlen_q.sum()
 
     torch.testing.assert_close(

@@ -45,24 +45,24 @@ def bind(seqs: SeqLayout | None, *, batch: int | None, rows_q: int, rows_k: int)
 def _bind(seqs: SeqLayout, batch: int | None, rows_q: int, rows_k: int) -> Lengths:
     count = batch
     if batch is None:
-        if not seqs.group:
+        if not seqs.packed:
             raise not_packed("a SeqLayout without seqstart_q")
         count = seqs.batch
-    elif seqs.group:
+    elif seqs.packed:
         raise packed_for_batch()
     else:
         check_batch(seqs, batch)
     assert count is not None
     of_q, of_k = seqs._sides
     q = side_of(of_q, count, rows_q)
-    if rows_q != rows_k and (of_k.inherited or (of_k is of_q and seqs.group)):
+    if rows_q != rows_k and (of_k.inherited or (of_k is of_q and seqs.packed)):
         raise ValueError(
             f"seqstart_k: got None, by default seqstart_q, but q has {rows_q} rows and k has {rows_k}; "
             "pass seqstart_k, where the sequences of k start"
         )
     same = of_k is of_q or (seqs._same_starts and rows_q == rows_k)
     k = q if same else side_of(of_k, count, rows_k)
-    return Lengths(count, seqs.group, q, k, of_q.all_on_host and of_k.all_on_host)
+    return Lengths(count, seqs.packed, q, k, of_q.all_on_host and of_k.all_on_host)
 
 
 @functools.lru_cache(maxsize=256)

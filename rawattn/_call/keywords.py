@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+
+def _by_keyword(groups: Mapping[str, str]) -> dict[str, str]:
+    """Advice by keyword. groups: keywords, with spaces between them, by the advice that they share."""
+    return {keyword: advice for advice, keywords in groups.items() for keyword in keywords.split()}
+
+
 _CAUSAL = (
     "write causal=True, align='top-left': torch, JAX and Keras align the diagonal so, and rawattn's default, 'bottom-right', "
     "differs where q and k have different lengths"
@@ -138,9 +146,7 @@ _GROUPS: dict[str, str] = {
 }
 
 # Advice for a keyword that was given to a call.
-KEYWORDS: dict[str, str] = {
-    keyword: advice for advice, keywords in _GROUPS.items() for keyword in keywords.split()
-}
+KEYWORDS = _by_keyword(_GROUPS)
 
 _TO_THE_CALL = "give it to the call: a layout says only where sequences are"
 
@@ -208,9 +214,7 @@ _PAGE_GROUPS: dict[str, str] = {
 }
 
 # Advice for a keyword that was given to a call on pages. It comes before that of `KEYWORDS`.
-IN_PAGES: dict[str, str] = {
-    keyword: advice for advice, keywords in _PAGE_GROUPS.items() for keyword in keywords.split()
-}
+IN_PAGES = _by_keyword(_PAGE_GROUPS)
 
 # Advice for keywords that `SeqLayout.from_lengths` does not have.
 IN_LENGTHS: dict[str, str] = dict.fromkeys(
@@ -219,32 +223,27 @@ IN_LENGTHS: dict[str, str] = dict.fromkeys(
 )
 
 # Advice for keywords that `rawattn.jax.attention` does not have.
-IN_JAX: dict[str, str] = {
-    keyword: advice
-    for advice, keywords in {
+IN_JAX = _by_keyword(
+    {
         "leave it out: a call runs where its program runs": "backend device implementation attn_implementation",
         "leave it out: arrays of JAX never change": "out",
-    }.items()
-    for keyword in keywords.split()
-}
+    }
+)
 
 # Advice for keywords that the backward of `attention_vjp` does not have.
-IN_PULLBACK: dict[str, str] = {
-    keyword: advice
-    for advice, keywords in {
+IN_PULLBACK = _by_keyword(
+    {
         "give it to rawattn.attention_vjp": (
             "seqs causal align window sink scale bias mask alibi_slopes softcap score_mod sink_logits dropout_p seed "
             "deterministic backend"
         ),
         "leave it out: it keeps what the forward returned": "out lse",
-    }.items()
-    for keyword in keywords.split()
-}
+    }
+)
 
 # Advice for a function of another library that is looked up in `rawattn`.
-FUNCTIONS: dict[str, str] = {
-    name: advice
-    for advice, names in {
+FUNCTIONS = _by_keyword(
+    {
         "call rawattn.attention(q, k, v), of (batch, seqlen, heads, D); in torch, with gradients, rawattn.torch.attention": (
             "scaled_dot_product_attention flash_attn_func memory_efficient_attention dot_product_attention "
             "flash_attention flash_attn_qkvpacked_func flex_attention single_prefill_with_kv_cache mha"
@@ -260,11 +259,8 @@ FUNCTIONS: dict[str, str] = {
         "it is rawattn.torch.register_transformers": "register_transformers",
         "call rawattn.combine(outs, lses)": "merge_state merge_states",
         "call rawattn.block_mask(predicate=...)": "create_block_mask create_mask",
-    }.items()
-    for name in names.split()
-}
+    }
+)
 
 # Advice for a keyword that was given to `SeqLayout`.
-IN_LAYOUT: dict[str, str] = {
-    keyword: advice for advice, keywords in _LAYOUT_GROUPS.items() for keyword in keywords.split()
-}
+IN_LAYOUT = _by_keyword(_LAYOUT_GROUPS)

@@ -46,7 +46,7 @@ class Lengths:
     """
 
     batch: int
-    group: bool
+    packed: bool
     q: Side
     k: Side
     on_host: bool

@@ -124,11 +124,11 @@ class PagedLayout:
     def _bind(self, shape_q: Shape, pages: Shape, table: Shape) -> Lengths:
         seqs, rows_q = self.seqs, shape_q[-3]
         if len(shape_q) == 4:
-            if seqs.group:
+            if seqs.packed:
                 raise packed_for_batch(self.rows)
             count = shape_q[0]
             check_batch(seqs, count, self.rows)
-        elif not seqs.group or seqs.batch is None:
+        elif not seqs.packed or seqs.batch is None:
             got = "None" if seqs.batch is None else "a SeqLayout without seqstart_q"
             raise not_packed(got, self.rows)
         else:
@@ -138,7 +138,7 @@ class PagedLayout:
         num_pages, page_size = pages[:2]
         # Without any page there is no room for keys.
         k = self._side(count, pages, page_size if num_pages else 0, table[-1])
-        return Lengths(count, seqs.group, q, k, self.on_host)
+        return Lengths(count, seqs.packed, q, k, self.on_host)
 
     def _side(self, count: int, pages: Shape, held: int, entries: int) -> Side:
         """The side of the keys. held: keys that a page holds; entries: page ids of a sequence, or of all with an indptr."""

@@ -99,7 +99,7 @@ def describe(
         nheads_kv=nheads,
         headdim=headdim,
         headdim_v=headdim,
-        group=not batch,
+        packed=not batch,
         rows_q=rows,
         rows_k=0,
         max_seqlen_q=rows,

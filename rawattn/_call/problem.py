@@ -46,7 +46,7 @@ class Problem(ScoreOptions):
     nheads_kv: int
     headdim: int
     headdim_v: int
-    group: bool
+    packed: bool
     rows_q: int  # physical rows: seqlen in batch mode, total in group mode
     rows_k: int
     max_seqlen_q: int  # upper bound of all logical lengths
@@ -198,7 +198,7 @@ def resolve(
     num_splits = _options.num_splits(options)
     score_options: dict[str, Any] = {}
     if arrays or not _options.leaves_scores(options):
-        by_position = lengths.group or paged is not None
+        by_position = lengths.packed or paged is not None
         heads = (nheads_q, nheads_kv)
         shapes = scores.Shapes(dtype, lengths.batch, *heads, rows_q, rows_k, by_position, framework)
         score_options = scores.describe(options, arrays, shapes, lengths)
@@ -211,12 +211,12 @@ def resolve(
         nheads_kv=nheads_kv,
         headdim=headdim,
         headdim_v=headdim_v,
-        group=lengths.group,
+        packed=lengths.packed,
         rows_q=rows_q,
         rows_k=rows_k,
         max_seqlen_q=lengths.q.max_seqlen,
         max_seqlen_k=lengths.k.max_seqlen,
-        ragged=lengths.group
+        ragged=lengths.packed
         or positions
         or lengths.q.length is not None
         or lengths.k.length is not None,
@@ -243,7 +243,7 @@ def dropout_at_positions() -> NotImplementedError:
 def result_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of out and lse."""
     rows, nheads = problem.rows_q, problem.nheads_q
-    if problem.group:
+    if problem.packed:
         return (rows, nheads, problem.headdim_v), (nheads, rows)
     return (problem.batch, rows, nheads, problem.headdim_v), (problem.batch, nheads, rows)
 

@@ -28,7 +28,7 @@ class Shapes(NamedTuple):
     nheads_kv: int
     rows_q: int
     rows_k: int
-    group: bool
+    packed: bool
     framework: str | None = None  # of the caller's arrays, for messages; None if unknown
 
 
@@ -157,7 +157,7 @@ def four_axes(
     whole = (1,) * (4 - len(shape)) + tuple(shape)
     nheads = (1, shapes.nheads_kv, shapes.nheads_q)
     good = len(shape) <= 4 and whole[0] in (1, shapes.batch) and whole[1] in nheads
-    if shapes.group:
+    if shapes.packed:
         longest = tuple(map(_longest, (lengths.q, lengths.k)))
         good = good and all(n == 1 or n >= most for n, most in zip(whole[2:], longest, strict=True))
         rows = f"1 or >= {longest[0]} (longest sequence), 1 or >= {longest[1]}"

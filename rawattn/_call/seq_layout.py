@@ -91,7 +91,7 @@ class SeqLayout:
 
     batch : int or None
         Number of sequences; None if no array is given.
-    group : bool
+    packed : bool
         Whether this is a packed batch.
 
     Raises
@@ -108,13 +108,13 @@ class SeqLayout:
     >>> packed = SeqLayout(seqstart_q=[0, 3, 8, 10])
     >>> packed
     SeqLayout(seqstart_q=[0, 3, 8, 10])
-    >>> packed.batch, packed.group
+    >>> packed.batch, packed.packed
     (3, True)
 
     The same documents, each padded to 16 rows of a (3, 16, nheads, D) array:
 
     >>> padded = SeqLayout(seqlen_q=[3, 5, 2], seqlen_k=[3, 5, 2])
-    >>> padded.batch, padded.group
+    >>> padded.batch, padded.packed
     (3, False)
 
     Gaps are legal: here rows 0 and 1 belong to no sequence, and 2 rows after each document are padding.
@@ -159,7 +159,7 @@ class SeqLayout:
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     batch: int | None = field(init=False)
-    group: bool = field(init=False)
+    packed: bool = field(init=False)
     # The given integers by name, in the form that calls read them (`integers.read_in_place`).
     _arrays: dict[str, Any] = field(init=False)
     # Whether one array was given as the starts of both sides, and nothing else. It is then as if those of k were left out.
@@ -247,7 +247,7 @@ class SeqLayout:
         fields = self.__dict__
         fields["max_seqlen_q"] = max_seqlen_q
         fields["max_seqlen_k"] = max_seqlen_k
-        fields["group"] = seqstart_q is not None
+        fields["packed"] = seqstart_q is not None
         fields["_arrays"] = arrays
         fields["_bindings"] = {}
         fields["_calls"] = {}
@@ -277,7 +277,7 @@ class SeqLayout:
         set_attribute(self, "max_seqlen_q", given["max_seqlen_q"])
         set_attribute(self, "max_seqlen_k", given["max_seqlen_k"])
         set_attribute(self, "batch", batch)
-        set_attribute(self, "group", given["seqstart_q"] is not None)
+        set_attribute(self, "packed", given["seqstart_q"] is not None)
         set_attribute(self, "_deferred_arguments", given)
 
     if not TYPE_CHECKING:

@@ -42,7 +42,7 @@ class Structure(NamedTuple):
     """
 
     batch: int
-    group: bool
+    packed: bool
     q: SideStructure
     k: SideStructure
     on_host: bool
@@ -52,7 +52,7 @@ class Structure(NamedTuple):
     @property
     def ragged(self) -> bool:
         """Whether sequences may differ: a packed batch, logical lengths, or positions."""
-        return self.group or self.positions or bool(self.q.length or self.k.length)
+        return self.packed or self.positions or bool(self.q.length or self.k.length)
 
     @property
     def positions(self) -> bool:
@@ -89,13 +89,13 @@ def _find(lengths: Lengths) -> None:
     q = _side(of_q)
     k = q if of_k is of_q else _side(of_k)
     devices = () if on_host else _devices(of_q, of_k)
-    fields = lengths.batch, lengths.group, q, k, on_host, devices, of_k is of_q
+    fields = lengths.batch, lengths.packed, q, k, on_host, devices, of_k is of_q
     found = _known.get(fields)
     if found is None:
         # Lengths keep their structure and token when these are dropped here.
         evict_if_full(_known, _MAX_KNOWN)
         sides = SideStructure(*q), SideStructure(*k)
-        form = Structure(lengths.batch, lengths.group, *sides, on_host, devices, of_k is of_q)
+        form = Structure(lengths.batch, lengths.packed, *sides, on_host, devices, of_k is of_q)
         found = _known.setdefault(fields, (form, object()))
     lengths.structure, lengths.token = found
 

@@ -99,6 +99,6 @@ def with_rotary(
 
 def _index(problem: Problem, lengths: HostLengths, sequence: Int64s, at: Int64s) -> Any:
     """The index, in arrays such as q and the new k, of the rows `at` of the sequences `sequence`."""
-    if problem.group:
+    if problem.packed:
         return lengths.start_q[sequence] + at
     return sequence, at

@@ -97,7 +97,7 @@ def divide_batch(
             continue
         for first in range(0, len(members), step):
             some = members[first : first + step]
-            if problem.group:
+            if problem.packed:
                 bundle = _of_rows(lengths, some, *shape)
             else:
                 bundle = _of_batch(_entries(some), *shape)
@@ -163,7 +163,7 @@ def _in_row(starts: NDArray[np.int64], length: int) -> Rows:
 def _span(problem: Problem, lengths: HostLengths, b: int) -> Span:
     rows = lengths.start_q, lengths.len_q, lengths.start_k, lengths.len_k
     spans = *rows, lengths.position_q, lengths.position_k
-    return Span(b, () if problem.group else (b,), *(int(x[b]) for x in spans))
+    return Span(b, () if problem.packed else (b,), *(int(x[b]) for x in spans))
 
 
 def mask_of_bundle(problem: Problem, bundle: Bundle) -> NDArray[np.bool_] | None:

@@ -43,9 +43,9 @@ def forward(
         for name, pool in zip(scales.NAMES, (k_pages, v_pages), strict=True)
     )
     start_k = np.cumsum(lengths.len_k) - lengths.len_k
-    packed = replace(problem, group=True, rows_k=len(k), pages=None)
+    packed = replace(problem, packed=True, rows_k=len(k), pages=None)
     flat = replace(lengths, start_k=start_k)
-    if problem.group:
+    if problem.packed:
         cpu_forward.forward(packed, flat, q, k, v, out, lse, extras)
         return
     # q has a batch axis: pack it as sequences of `rows` rows each. Only logical rows are copied to `out` and `lse`.

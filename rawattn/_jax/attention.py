@@ -272,7 +272,7 @@ def _call(record: Record, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
 
     @call.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, is_mapped: Sequence[bool], *arrays: Any) -> Any:
-        if record.problem.group:
+        if record.problem.packed:
             raise NotImplementedError(
                 "jax.vmap: a packed batch (seqs with seqstart_q) cannot be mapped; put the sequences of all calls into "
                 "one packed batch, or use jax.lax.map"

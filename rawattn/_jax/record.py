@@ -136,7 +136,7 @@ class Record:
     def _arrays(self) -> list[ShapeDtype]:
         """Forms of q, k, v, out, lse."""
         problem = self.problem
-        batch = () if problem.group else (problem.batch,)
+        batch = () if problem.packed else (problem.batch,)
         shapes = [
             (*batch, problem.rows_q, problem.nheads_q, problem.headdim),
             (*batch, problem.rows_k, problem.nheads_kv, problem.headdim),
@@ -183,7 +183,7 @@ class Record:
         return replace(
             self,
             problem=replace(self.problem, batch=batch, **self._folded_options(batch, shared)),
-            lengths=Lengths(batch=batch, group=False, q=q, k=k, on_host=on_host),
+            lengths=Lengths(batch=batch, packed=False, q=q, k=k, on_host=on_host),
         )
 
     def _folded_options(self, batch: int, shared: Collection[str]) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def read(text: str | bytes) -> Record:
         found[name] = tuple(found[name])
     integers = [getattr(side, name) for side in (q, k) for name in _INTEGERS]
     on_host = not any(isinstance(x, Operand) for x in integers)
-    lengths = Lengths(batch=problem.batch, group=problem.group, q=q, k=k, on_host=on_host)
+    lengths = Lengths(batch=problem.batch, packed=problem.packed, q=q, k=k, on_host=on_host)
     return Record(problem, lengths, **found)
 
 
@@ -264,7 +264,7 @@ def _with_integers(lengths: Lengths, integers: Any) -> Lengths:
 
     q = side(lengths.q)
     k = q if lengths.k is lengths.q else side(lengths.k)
-    return Lengths(batch=lengths.batch, group=lengths.group, q=q, k=k, on_host=False)
+    return Lengths(batch=lengths.batch, packed=lengths.packed, q=q, k=k, on_host=False)
 
 
 def _encode(side: Side) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def forward(
         **_strides(problem, operands, "q", "out"),
         "k_strides": operands.elements(problem, k),
         "v_strides": operands.elements(problem, v),
-        "lse_batch": 0 if problem.group else problem.nheads_q * problem.rows_q,
+        "lse_batch": 0 if problem.packed else problem.nheads_q * problem.rows_q,
         "lse_head": problem.rows_q,
         **side_fields("q_side", structure.q),
         **side_fields("k_side", structure.k),

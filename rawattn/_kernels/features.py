@@ -84,7 +84,7 @@ def features(problem: Problem, operands: Operands | None = None) -> Features:
     additive, line = _added(problem)
     return Features(
         ragged=problem.ragged,
-        packed=problem.group,
+        packed=problem.packed,
         left=left,
         right=right,
         # Without a limit on either side and without ALiBi nothing depends on the diagonal, so both alignments share a kernel.

@@ -125,7 +125,7 @@ def _problem(dtype: str, headdim: int, *, causal: bool, **options: Any) -> Probl
         nheads_kv=_HEADS_KV,
         headdim=headdim,
         headdim_v=headdim,
-        group=False,
+        packed=False,
         rows_q=_ROWS,
         rows_k=_ROWS,
         max_seqlen_q=_ROWS,

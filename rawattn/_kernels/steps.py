@@ -53,7 +53,7 @@ class Tiles:
     def blocks(self, lengths: Lengths) -> int:
         """The number for these lengths, at least the tiles that there are. ValueError when one launch cannot hold it."""
         side = lengths.q if self.side == "q" else lengths.k
-        tiles = tile_count(side, lengths.batch, self.rows, group=lengths.group)
+        tiles = tile_count(side, lengths.batch, self.rows, packed=lengths.packed)
         count = min(checked(self.side, tiles * self.heads, self.rows), self.most)
         return max(count, self.least) * self.blocks_each + self.extra_blocks
 
@@ -193,14 +193,14 @@ def side_patches(
     return tuple((structs.offset(struct, where), name) for where, name in names.items())
 
 
-def tile_count(side: Side, batch: int, tile: int, *, group: bool) -> int:
+def tile_count(side: Side, batch: int, tile: int, *, packed: bool) -> int:
     """Tiles of `tile` rows over all sequences, or a bound: blocks that find no tile end at once.
 
     In group mode there are at most `batch` too many. In batch mode, where there could be many times as many, lengths on
     the host are counted.
     """
     most = batch * -(-side.max_seqlen // tile)
-    if group:
+    if packed:
         return min(most, side.rows // tile + batch)
     if side.length is not None and isinstance(side.length, np.ndarray):
         return int(np.sum(-(-logical_lengths(side, batch) // tile)))

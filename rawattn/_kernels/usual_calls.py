@@ -49,7 +49,7 @@ def sources(arch: str, dtypes: Sequence[str]) -> list[Source]:
             nheads_kv=nheads_kv,
             headdim=headdim,
             headdim_v=headdim,
-            group=False,
+            packed=False,
             rows_q=rows_q,
             rows_k=rows_k,
             max_seqlen_q=rows_q,

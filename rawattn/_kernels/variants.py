@@ -70,7 +70,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             nheads_kv=1,
             headdim=headdim,
             headdim_v=headdim if headdim_v is None else headdim_v,
-            group=ragged,
+            packed=ragged,
             rows_q=seqlens[0],
             rows_k=seqlens[1],
             max_seqlen_q=seqlens[0],

@@ -36,7 +36,7 @@ def _cpu(
 def _rotated_shape(
     problem: Problem, dtype: np.dtype[Any], flag: bool
 ) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
-    outer: Shape = () if problem.group else (problem.batch,)
+    outer: Shape = () if problem.packed else (problem.batch,)
     return (((*outer, problem.rows_q, problem.nheads_q, problem.headdim), dtype),)
 
 

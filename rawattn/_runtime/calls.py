@@ -56,7 +56,7 @@ class Call(NamedTuple):
             problem.nheads_kv,
             problem.rows_q,
             problem.rows_k,
-            problem.group or problem.pages is not None,
+            problem.packed or problem.pages is not None,
         )
         for name in ("bias", "mask"):
             form = getattr(problem, name)

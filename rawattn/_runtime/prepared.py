@@ -269,7 +269,7 @@ class Prepared:
         if found is None:
             found = [_count(each.blocks, lengths) for each in self.steps]
             # Only in group mode: in batch mode `tile_count` counts the tiles of all host lengths, not just of the longest.
-            if lengths.group:
+            if lengths.packed:
                 evict_if_full(self._counted, _MAX_COUNTED)
                 self._counted[longest] = found
         return found

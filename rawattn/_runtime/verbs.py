@@ -143,7 +143,7 @@ def _with_bools(problem: Problem, extras: Extras) -> Extras:
 def _backward_results(
     problem: Problem, dtype: np.dtype[Any], deterministic: bool
 ) -> tuple[tuple[Shape, np.dtype[Any]] | None, ...]:
-    outer: Shape = () if problem.group else (problem.batch,)
+    outer: Shape = () if problem.packed else (problem.batch,)
     queries = (*outer, problem.rows_q, problem.nheads_q)
     keys = (*outer, problem.rows_k, problem.nheads_kv)
     dims = problem.headdim, problem.headdim_v

@@ -177,7 +177,7 @@ def _modifier(score_mod: Any, dtype: np.dtype[Any]) -> Modifier | None:
 def _sequences(problem: Problem, lengths: Lengths) -> list[Segment]:
     host = host_lengths(lengths)
     start_q, start_k = host.start_q, host.start_k
-    if not problem.group:
+    if not problem.packed:
         start_q = np.arange(problem.batch) * problem.rows_q
         start_k = np.arange(problem.batch) * problem.rows_k
     columns = (start_q, host.len_q, start_k, host.len_k, host.position_q, host.position_k)
@@ -243,7 +243,7 @@ def _four_axes(name: str, array: Array, problem: Problem, longest: tuple[int, in
     shape = (1,) * (4 - array.ndim) + array.shape
     nheads = (1, problem.nheads_kv, problem.nheads_q)
     good = array.ndim <= 4 and shape[0] in (1, problem.batch) and shape[1] in nheads
-    if problem.group:
+    if problem.packed:
         good = good and all(n == 1 or n >= most for n, most in zip(shape[2:], longest, strict=True))
         rows = f"1 or >= {longest[0]} (longest sequence), 1 or >= {longest[1]}"
     else:

@@ -22,7 +22,7 @@ SHAPES: list[dict[str, Any]] = [
     {"page_size": 24, "rows": 5, "heads": (7, 1), "dtype": F16, "heads_first": True},
     {"page_size": 128, "rows": 16, "dtype": F32, "dims": (64, 64), "pair": True},
     {"page_size": 1000, "rows": 3, "dims": (40, 72), "integers": np.int64},
-    {"page_size": 16, "rows": (200, 3, 9, 129), "group": True, "pair": True, "dims": (256, 256)},
+    {"page_size": 16, "rows": (200, 3, 9, 129), "packed": True, "pair": True, "dims": (256, 256)},
     {"page_size": 64, "rows": (200, 0, 9, 129), "room_q": 210, "dims": (7, 7)},
 ]
 MASKS: list[dict[str, Any]] = [{"causal": True}, {"window": (100, 0), "sink": 4}]

@@ -210,10 +210,10 @@ _JUNK = {
 
 @dataclass(frozen=True, kw_only=True)
 class BadIntegers:
-    """group: a packed batch, else a padded one. what: the keywords with bad values. max_seqlen: a bound that longer sequences
+    """packed: a packed batch, else a padded one. what: the keywords with bad values. max_seqlen: a bound that longer sequences
     exceed."""
 
-    group: bool
+    packed: bool
     what: str
     max_seqlen: int | None
     junk: str
@@ -224,14 +224,14 @@ class BadIntegers:
 
 
 BAD_INTEGERS = [
-    BadIntegers(group=group, what=what, max_seqlen=max_seqlen, junk=junk, dtype=dtype)
-    for group in (True, False)
+    BadIntegers(packed=packed, what=what, max_seqlen=max_seqlen, junk=junk, dtype=dtype)
+    for packed in (True, False)
     for what in ("seqstart_q", "seqstart_k", "cu_seqlen", "seqlen", "everything", "position")
     for max_seqlen in (None, 9)
     for junk in _JUNK
     for dtype in ("int32", "int64")
-    if group or not what.startswith("seqstart")
-    if group or what != "position" or max_seqlen is None  # else shorter than the arrays' own rows
+    if packed or not what.startswith("seqstart")
+    if packed or what != "position" or max_seqlen is None  # else shorter than the arrays' own rows
     if dtype == "int64" or max(map(abs, _JUNK[junk])) <= _I32
 ]
 
@@ -243,11 +243,11 @@ def test_bad_integers_on_the_gpu_stay_inside(bad: BadIntegers) -> None:
 
 
 def check_bad_integers(case: BadIntegers, framework: CuPy) -> None:
-    group, what = case.group, case.what
+    packed, what = case.packed, case.what
     bad = cupy.asarray(np.array(_JUNK[case.junk], case.dtype))
     lengths = bad[:3].copy()
     good = cupy.asarray(np.array([0, 40, 90, 140], case.dtype))
-    integers: dict[str, Any] = {"seqstart_q": good, "seqstart_k": good} if group else {}
+    integers: dict[str, Any] = {"seqstart_q": good, "seqstart_k": good} if packed else {}
     if what.startswith("seqstart"):
         integers[what] = bad
     elif what == "cu_seqlen":
@@ -258,11 +258,11 @@ def check_bad_integers(case: BadIntegers, framework: CuPy) -> None:
         integers |= {"position_q": lengths, "position_k": bad[1:].copy()}
     else:
         integers = {"cu_seqlen_q": bad, "seqlen_k": lengths}
-        integers |= {"seqstart_q": bad, "seqstart_k": bad} if group else {}
+        integers |= {"seqstart_q": bad, "seqstart_k": bad} if packed else {}
     most = case.max_seqlen
     seqs = rawattn.SeqLayout(**integers, max_seqlen_q=most, max_seqlen_k=most)
 
-    leading = (140,) if group else (3, 60)
+    leading = (140,) if packed else (3, 60)
     inputs = [strided((*leading, 2, 64), np.dtype(np.float16), "gaps") for _ in range(3)]
     out = strided((*leading, 2, 64), np.dtype(np.float16), "gaps")
     out.buffer.view(np.uint8)[:] = CANARY

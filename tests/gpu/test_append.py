@@ -20,7 +20,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 LENS = (700, 3, 64, 1290)
 SHAPES: list[dict[str, Any]] = [
     {"page_size": 16, "dims": (128, 128), "heads": (8, 2), "rotary_dim": 128},
-    {"page_size": 16, "rows": (200, 3, 9, 129), "group": True, "pair": True, "rotary_dim": 16},
+    {"page_size": 16, "rows": (200, 3, 9, 129), "packed": True, "pair": True, "rotary_dim": 16},
     {"page_size": 24, "rows": (200, 0, 9, 129), "room_q": 210, "dims": (64, 40), "heads_first": True},
     {"page_size": 128, "rows": 3, "dtype": F32, "dims": (256, 7), "rotary_dim": 64},
     {"page_size": 1, "dtype": F16, "dims": (80, 80), "rotary_dim": 20, "angles": F16},
@@ -239,7 +239,7 @@ def test_a_captured_loop_of_decoding_in_torch(window: int | None) -> None:
 
 def test_many_rows_of_many_sequences() -> None:
     lens = tuple(int(n) for n in np.random.default_rng(1).integers(0, 90, 300))
-    call = appended(lens, 16, rows=lens, group=True, rotary_dim=24, dtype=BFLOAT16)
+    call = appended(lens, 16, rows=lens, packed=True, rotary_dim=24, dtype=BFLOAT16)
     call.verify(*write(call, on_device=True))
     shifted = replace(call, interleaved=True)
     shifted.verify(*write(shifted, on_device=False))

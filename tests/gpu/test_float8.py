@@ -41,7 +41,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks(shape: dict[str, Any], dtype: Any) -> None:
     """Chunks are right in packed batches, in padded batches and alone. Rows outside all sequences hold NaN."""
-    packed = paged((900, 3, 130, 690), **shape, dtype=dtype, rows=(300, 3, 130, 200), group=True)
+    packed = paged((900, 3, 130, 690), **shape, dtype=dtype, rows=(300, 3, 130, 200), packed=True)
     for options in LIMITS:
         check_pages(packed, "sm90", num_splits=1, **options)
     padded = paged((700, 0, 390), **shape, dtype=dtype, rows=(300, 0, 130), room_q=310)
@@ -63,7 +63,7 @@ def test_keys_that_end_anywhere(dim: int, dtype: Any) -> None:
 @pytest.mark.parametrize("options", LIMITS[:3], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 def test_tiles_shared_out_by_keys(shape: dict[str, Any], options: dict[str, Any]) -> None:
-    packed = paged((1700, 3, 130, 900), **shape, rows=(300, 3, 130, 200), group=True)
+    packed = paged((1700, 3, 130, 900), **shape, rows=(300, 3, 130, 200), packed=True)
     alone = paged((1500,), **shape, rows=400, dtype=F16)
     with sharing():
         for call in (packed, alone):

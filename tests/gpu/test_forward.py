@@ -78,7 +78,7 @@ def test_scores_in_clusters(case: Case) -> None:
     require(case, "cuda", "attention")
     with clusters(), only("sm90"):  # not by decoding's kernels
         verify(case, CUPY)
-        if compiler.device_arch(0) == sm90_forward.ARCH and not case.group:
+        if compiler.device_arch(0) == sm90_forward.ARCH and not case.packed:
             config = _last_call().prepared.config
             assert config.cluster == (1 if config.mod_line else 2)  # mod_line: ALiBi's tiles
 
@@ -94,7 +94,7 @@ def test_curated_in_clusters(case: Case) -> None:
     [
         case
         for case in curated()
-        if case.dtype != "float32" and (case.group or case.by_q != "room" or case.by_k != "room")
+        if case.dtype != "float32" and (case.packed or case.by_q != "room" or case.by_k != "room")
     ],
     ids=str,
 )
@@ -134,7 +134,7 @@ def test_some_tiles_kept_for_the_end(headdim: int, in_clusters: bool) -> None:
         case
         for case in curated()
         if case.dtype != "float32"
-        and not (case.group or case.causal or case.window)
+        and not (case.packed or case.causal or case.window)
         and case.by_q == case.by_k == "room"
     ],
     ids=str,

@@ -66,8 +66,8 @@ _ROWS_AT = [
 ]
 
 
-@pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
-def test_many_queries(group: bool) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "group"])
+def test_many_queries(packed: bool) -> None:
     """q and out may have over 2^31 elements."""
     q = _filled((_ROWS, _HEADS, _DIM), 0)
     k, v = _normal(2, 70, _HEADS, _DIM)
@@ -77,7 +77,7 @@ def test_many_queries(group: bool) -> None:
     on_gpu = [_filled(k.shape, 0), _filled(v.shape, 0)]
     for array, values in zip(on_gpu, (k, v), strict=True):
         _set(array, slice(None), values)
-    if group:
+    if packed:
         seqs = rawattn.SeqLayout(seqstart_q=[0, _ROWS], seqstart_k=[0, 70])
         out, lse = rawattn.attention(q, *on_gpu, seqs=seqs, return_lse=True)
     else:

@@ -40,7 +40,7 @@ def test_pages_of_8_bits(shape: dict[str, Any], float8: str, options: dict[str, 
 @pytest.mark.parametrize("shape", CHUNKS, ids=str)
 def test_chunks_on_pages_of_8_bits(shape: dict[str, Any]) -> None:
     rows = (300, 3, 130, 1290)
-    call = paged((1700, 3, 130, 1290), **shape, rows=rows, group=True, float8="arrays")
+    call = paged((1700, 3, 130, 1290), **shape, rows=rows, packed=True, float8="arrays")
     for options in LIMITS[::3]:
         check_pages(call, "portable", num_splits=1, **options)
 

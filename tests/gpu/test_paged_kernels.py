@@ -25,7 +25,7 @@ def test_pages(shape: dict[str, Any], options: dict[str, Any], num_splits: int |
 def test_chunks(shape: dict[str, Any], options: dict[str, Any]) -> None:
     """Chunks are right by the kernel that calls choose (Hopper's, where it serves the call) and by the portable kernel."""
     rows = (300, 3, 130, 1290)
-    packed = paged((1700, 3, 130, 1290), **shape, rows=rows, group=True)
+    packed = paged((1700, 3, 130, 1290), **shape, rows=rows, packed=True)
     check_pages(packed, num_splits=1, **options)
     check_pages(packed, "portable", num_splits=1, **options)
     padded = paged((700, 0, 1290), **shape, rows=(300, 0, 130), room_q=310)
@@ -36,7 +36,7 @@ def test_chunks(shape: dict[str, Any], options: dict[str, Any]) -> None:
 def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
     rows = (300, 3, 130, 200)
     shape: dict[str, Any] = {"dims": (128, 128), "heads": (32, 8)}
-    packed = paged((1700, 3, 130, 900), 16, **shape, rows=rows, group=True)
+    packed = paged((1700, 3, 130, 900), 16, **shape, rows=rows, packed=True)
     alone = paged((1500,), 24, **shape, rows=400, dtype=F16)
     with sharing():
         for call in (packed, alone):
@@ -53,7 +53,7 @@ def test_few_rows_of_several_heads(dims: tuple[int, int], options: dict[str, Any
         (tuple(range(200, 520, 5)), 12, (8, 2)),
     ):
         packed = type(rows) is tuple
-        call = paged(lens, 16, rows=rows, heads=heads, dims=dims, group=packed)
+        call = paged(lens, 16, rows=rows, heads=heads, dims=dims, packed=packed)
         check_pages(call, **options)
 
 
@@ -66,7 +66,7 @@ def test_chunks_of_heads_that_no_tile_divides(
     whose rows are copied lane by lane."""
     for page_size, heads, rows in ((16, (5, 1), (30, 0, 1, 77)), (7, (14, 2), (20, 33, 9, 1))):
         packed = paged(
-            (900, 33, 100, 2100), page_size, rows=rows, heads=heads, dims=dims, group=True
+            (900, 33, 100, 2100), page_size, rows=rows, heads=heads, dims=dims, packed=True
         )
         padded = paged(
             (900, 33), page_size, rows=(rows[0], rows[2]), room_q=40, heads=heads, dims=dims
@@ -80,19 +80,21 @@ def test_chunks_of_heads_that_no_tile_divides(
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 0), "sink": 3}], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_more_heads_than_a_tile_has_rows(dims: tuple[int, int], options: dict[str, Any]) -> None:
-    """A GQA group may fill several tiles, the last of which holds fewer heads."""
+    """A GQA packed may fill several tiles, the last of which holds fewer heads."""
     lens = (700, 33, 0, 1290)
     for heads, rows in (((71, 1), 1), ((71, 1), 2), ((74, 2), 1), ((20, 1), 3), ((128, 1), 1)):
         check_pages(paged(lens, 16, rows=rows, heads=heads, dims=dims), **options)
     check_pages(paged((500, 400), 7, rows=1, heads=(71, 1), dims=dims, pair=True), **options)
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_most_sequences_without_queries(group: bool) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_most_sequences_without_queries(packed: bool) -> None:
     """A batch padded with empty sequences is right: it has fewer units of work than blocks."""
     for lens, rows in (((1000, *(700,) * 63), (1, *(0,) * 63)), ((90,) * 200, (*(0,) * 199, 1))):
-        room = None if group else 1
-        call = paged(lens, 16, rows=rows, room_q=room, group=group, heads=(32, 8), dims=(128, 128))
+        room = None if packed else 1
+        call = paged(
+            lens, 16, rows=rows, room_q=room, packed=packed, heads=(32, 8), dims=(128, 128)
+        )
         for _ in range(2):
             check_pages(call, causal=True)
 

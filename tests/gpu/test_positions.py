@@ -31,11 +31,11 @@ def framework_of(name: str) -> Any:
     return CUPY
 
 
-def inputs(framework: Any, *, rows: int = ROWS, group: bool = False) -> list[Any]:
+def inputs(framework: Any, *, rows: int = ROWS, packed: bool = False) -> list[Any]:
     rng = np.random.default_rng(0)
     shapes = ((2, rows, 4, 64), (2, KEYS, 2, 64), (2, KEYS, 2, 64))
     drawn = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
-    if group:
+    if packed:
         drawn = [x.reshape(-1, *x.shape[2:]) for x in drawn]
     if framework is CUPY:
         return [cupy.asarray(x) for x in drawn]
@@ -43,40 +43,40 @@ def inputs(framework: Any, *, rows: int = ROWS, group: bool = False) -> list[Any
     return [torch.from_numpy(x).cuda() for x in drawn]
 
 
-def layout(framework: Any, positions: Any, rows: int, *, group: bool, device: bool) -> SeqLayout:
+def layout(framework: Any, positions: Any, rows: int, *, packed: bool, device: bool) -> SeqLayout:
     made = framework.integers if device else (lambda x: x)
     given = {
         f"position_{side}": made(np.array(x, np.int32))
         for side, x in zip("qk", positions, strict=True)
     }
-    if group:
+    if packed:
         for side, count in (("q", rows), ("k", KEYS)):
             given[f"seqstart_{side}"] = made(np.arange(3, dtype=np.int32) * count)
     return SeqLayout(**given)
 
 
 def exact(
-    arrays: list[Any], framework: Any, positions: Any, rows: int, group: bool, options: Any
+    arrays: list[Any], framework: Any, positions: Any, rows: int, packed: bool, options: Any
 ) -> Any:
-    seqs = layout(framework, positions, rows, group=group, device=False)
+    seqs = layout(framework, positions, rows, packed=packed, device=False)
     return rawattn.reference.attention(*map(framework.host, arrays), seqs=seqs, **options)
 
 
 @each_option
 @pytest.mark.parametrize("device", [False, True])
-@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rows", [1, ROWS])
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 def test_new_layouts_of_one_form(
-    name: str, rows: int, group: bool, device: bool, options: dict[str, Any]
+    name: str, rows: int, packed: bool, device: bool, options: dict[str, Any]
 ) -> None:
     """Calls that repeat an earlier one take the positions of their own layout."""
     framework = framework_of(name)
-    arrays = inputs(framework, rows=rows, group=group)
+    arrays = inputs(framework, rows=rows, packed=packed)
     for positions in POSITIONS * 3:
-        seqs = layout(framework, positions, rows, group=group, device=device)
+        seqs = layout(framework, positions, rows, packed=packed, device=device)
         got = framework.host(rawattn.attention(*arrays, seqs=seqs, **options))
-        expected = exact(arrays, framework, positions, rows, group, options)
+        expected = exact(arrays, framework, positions, rows, packed, options)
         np.testing.assert_allclose(got.astype(np.float64), expected, atol=4e-3)
 
 

@@ -187,7 +187,7 @@ def test_a_sequence_of_int32_max_rows_is_legal() -> None:
 
 def test_lengths_of_a_dense_batch() -> None:
     lengths = batch(None, 2, 4, 5)
-    assert (lengths.batch, lengths.group, lengths.on_host) == (2, False, True)
+    assert (lengths.batch, lengths.packed, lengths.on_host) == (2, False, True)
     for side, rows in ((lengths.q, 4), (lengths.k, 5)):
         assert (side.start, side.length) == (None, None)
         assert (side.rows, side.max_seqlen, side.padded) == (rows, rows, False)

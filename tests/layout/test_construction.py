@@ -33,7 +33,7 @@ def test_examples_of_the_docstring() -> None:
 )
 def test_host_integers_become_private_contiguous_arrays(values: Any, dtype: Any) -> None:
     seqs = SeqLayout(seqstart_q=values)
-    assert (seqs.batch, seqs.group) == (2, True)
+    assert (seqs.batch, seqs.packed) == (2, True)
     assert seqs.seqstart_q.tolist() == [0, 3, 8]
     assert seqs.seqstart_q.dtype == dtype
     assert seqs.seqstart_q.flags.c_contiguous
@@ -77,7 +77,7 @@ def test_repr_is_short_and_reads_no_device_array() -> None:
 
 def test_an_empty_layout_is_that_of_a_dense_batch() -> None:
     seqs = SeqLayout()
-    assert (seqs.batch, seqs.group) == (None, False)
+    assert (seqs.batch, seqs.packed) == (None, False)
     lengths = batch(seqs, 3, 4, 5)
     assert spans(lengths) == {
         "start_q": [0, 0, 0],

@@ -61,7 +61,7 @@ def read(array: OnDevice) -> list[int]:
 )
 def test_from_lengths(lengths: Any) -> None:
     seqs = SeqLayout.from_lengths(lengths)
-    assert (seqs.batch, seqs.group, seqs.seqstart_k) == (3, True, None)
+    assert (seqs.batch, seqs.packed, seqs.seqstart_k) == (3, True, None)
     assert seqs.seqstart_q.tolist() == [0, 3, 3, 5]
     assert seqs.seqstart_q.dtype == np.int64
     assert spans(group(seqs, 5, 5))["len_k"] == [3, 0, 2]
@@ -99,7 +99,7 @@ MASK = np.array([[True, True, True], [True, False, False], [False, False, False]
 
 def test_from_padding_mask() -> None:
     seqs = SeqLayout.from_padding_mask(MASK)
-    assert (seqs.batch, seqs.group) == (3, False)
+    assert (seqs.batch, seqs.packed) == (3, False)
     assert spans(batch(seqs, 3, 3, 3)) == {
         "start_q": [0, 0, 0],
         "len_q": [3, 1, 0],

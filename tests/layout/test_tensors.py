@@ -55,7 +55,7 @@ def test_a_call_makes_no_array(made: list[OnDevice]) -> None:
     seqs = SeqLayout(seqstart_q=Tensor([0, 3, 5]), max_seqlen_q=4, max_seqlen_k=4)
     lengths = group(seqs, 5, 5)
     form = structure(lengths)
-    assert (form.batch, form.group, form.on_host, form.devices) == (2, True, False, (3,))
+    assert (form.batch, form.packed, form.on_host, form.devices) == (2, True, False, (3,))
     assert (form.q.start, form.q.length, form.q.length_bound) == (4, 0, 4)
     assert lengths.q.start.data.ptr == 1 << 20
     assert lengths.k is lengths.q

@@ -104,7 +104,7 @@ class Backward:
         """Returns the whole buffers of dq, dk and dv."""
         problem, filled = self.problem, self.filled
         fields = filled[0]
-        rows = problem.rows_q * (1 if problem.group else problem.batch)
+        rows = problem.rows_q * (1 if problem.packed else problem.batch)
         pitch = dq_pitch(problem.headdim)
         dq_sum = Memory(
             "dq_sum", np.full((rows, problem.nheads_q, pitch), np.nan, np.float32), readonly=False
@@ -116,7 +116,7 @@ class Backward:
         tiles = problem.batch * -(-problem.rows_k // config.tile_k)
         if problem.ragged:
             order = self._schedule(machine, self.k_side, self.q_side, config.tile_k)
-            if problem.group:
+            if problem.packed:
                 tiles = problem.rows_k // config.tile_k + problem.batch
             if exact_grid:
                 tiles = tiles_of(order)

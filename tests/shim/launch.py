@@ -233,7 +233,7 @@ class Forward:
         tiles = problem.batch * -(-problem.rows_q // rows)
         if problem.ragged:
             order = self.schedule(machine, rows)
-            if problem.group:
+            if problem.packed:
                 tiles = problem.rows_q // rows + problem.batch
             if exact_grid:
                 tiles = tiles_of(order)

@@ -64,8 +64,8 @@ STYLES = ({}, {"interleaved": True})
 BATCHES: dict[str, dict[str, Any]] = {
     "one": {},
     "padded": {"rows": (3, 0, 5, 1), "room_q": 6},
-    "packed": {"rows": (3, 1, 5, 0), "group": True},
-    "pair": {"rows": (3, 1, 5, 0), "group": True, "pair": True, "integers": np.int64},
+    "packed": {"rows": (3, 1, 5, 0), "packed": True},
+    "pair": {"rows": (3, 1, 5, 0), "packed": True, "pair": True, "integers": np.int64},
 }
 
 
@@ -124,7 +124,7 @@ def test_pages(machine: MakeDevice, page_size: int) -> None:
 
 def test_many_sequences(machine: MakeDevice) -> None:
     lens = tuple(n % 7 for n in range(40))
-    run(machine(), appended(lens, 4, rows=lens, group=True, rotary_dim=8))
+    run(machine(), appended(lens, 4, rows=lens, packed=True, rotary_dim=8))
 
 
 @pytest.mark.parametrize("pair", [False, True])

@@ -31,11 +31,11 @@ def garbage(rng: np.random.Generator, size: int, dtype: str, rows: int) -> np.nd
     return np.array([rng.choice([rng.choice(extremes), *values]) for _ in range(size)], dtype)
 
 
-def side(rng: np.random.Generator, rows: int, *, group: bool, dtype: str) -> Side:
+def side(rng: np.random.Generator, rows: int, *, packed: bool, dtype: str) -> Side:
     cumulative = bool(rng.integers(2))
-    start = garbage(rng, BATCH + 1, dtype, rows) if group else None
+    start = garbage(rng, BATCH + 1, dtype, rows) if packed else None
     length = garbage(rng, BATCH + cumulative, dtype, rows)
-    if group and rng.random() < 0.2:
+    if packed and rng.random() < 0.2:
         cumulative, length = False, None
     return Side(start, length, cumulative, rows, rows, True)
 
@@ -47,10 +47,10 @@ def side(rng: np.random.Generator, rows: int, *, group: bool, dtype: str) -> Sid
 )
 @pytest.mark.parametrize("checked", exhaustive.thin([True, False], 2), ids=["checked", ""])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("group", [False, True], ids=["batch", "group"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "group"])
 @pytest.mark.parametrize("family", ["portable", "sm90", "cluster", "stores"])
 def test_garbage_stays_in_bounds(
-    family: str, group: bool, dtype: str, checked: bool, seeds: range, builder: Builder
+    family: str, packed: bool, dtype: str, checked: bool, seeds: range, builder: Builder
 ) -> None:
     problem = Problem(
         dtype="bfloat16",
@@ -59,7 +59,7 @@ def test_garbage_stays_in_bounds(
         nheads_kv=1,
         headdim=HEADDIM,
         headdim_v=HEADDIM,
-        group=group,
+        packed=packed,
         rows_q=ROWS_Q,
         rows_k=ROWS_K,
         max_seqlen_q=ROWS_Q,
@@ -84,21 +84,21 @@ def test_garbage_stays_in_bounds(
     )
     persistent = forward_fit.with_heads(persistent, problem)
     for seed in seeds:
-        rng = np.random.default_rng([seed, group, dtype == "int64"])
+        rng = np.random.default_rng([seed, packed, dtype == "int64"])
         lengths = Lengths(
             batch=BATCH,
-            group=group,
-            q=side(rng, ROWS_Q, group=group, dtype=dtype),
-            k=side(rng, ROWS_K, group=group, dtype=dtype),
+            packed=packed,
+            q=side(rng, ROWS_Q, packed=packed, dtype=dtype),
+            k=side(rng, ROWS_K, packed=packed, dtype=dtype),
             on_host=False,
         )
         forward = Forward(
             problem,
             lengths,
-            arrays(ROWS_Q, HEADS, group),
-            arrays(ROWS_K, 1, group),
-            arrays(ROWS_K, 1, group),
-            dense_out((ROWS_Q,) if group else (BATCH, ROWS_Q), problem, DTYPES["bfloat16"]),
+            arrays(ROWS_Q, HEADS, packed),
+            arrays(ROWS_K, 1, packed),
+            arrays(ROWS_K, 1, packed),
+            dense_out((ROWS_Q,) if packed else (BATCH, ROWS_Q), problem, DTYPES["bfloat16"]),
         )
         machine = Machine(builder, checked=checked, seed=seed)
         every_tile = bool(seed % 2)
@@ -110,7 +110,7 @@ def test_garbage_stays_in_bounds(
             )
         assert lse is not None
         written = ~np.all(lse.view(np.uint8).reshape(*lse.shape, 4) == CANARY, axis=-1)
-        rows = np.broadcast_to(logical(lengths, group), written.shape)
+        rows = np.broadcast_to(logical(lengths, packed), written.shape)
         assert not np.any(written & ~rows), f"seed {seed}: rows of no sequence were written"
         assert np.all(written == rows) or not every_tile, f"seed {seed}: rows were left out"
         # Sequences may overlap, and one's padding may be another's row: this checks only that accesses stay inside.
@@ -118,17 +118,17 @@ def test_garbage_stays_in_bounds(
         forward.out.buffer()
 
 
-def arrays(rows: int, heads: int, group: bool) -> Strided:
-    shape = (rows, heads, HEADDIM) if group else (BATCH, rows, heads, HEADDIM)
+def arrays(rows: int, heads: int, packed: bool) -> Strided:
+    shape = (rows, heads, HEADDIM) if packed else (BATCH, rows, heads, HEADDIM)
     array = strided(shape, DTYPES["bfloat16"], "dense")
     array.view()[...] = 1
     return array
 
 
-def logical(lengths: Lengths, group: bool) -> np.ndarray:
+def logical(lengths: Lengths, packed: bool) -> np.ndarray:
     """Rows of q in a sequence, as they broadcast to lse: (1, total) or (batch, 1, rows)."""
     host = host_lengths(lengths)
-    rows = np.zeros((1 if group else BATCH, ROWS_Q), bool)
+    rows = np.zeros((1 if packed else BATCH, ROWS_Q), bool)
     for n, (start, length) in enumerate(zip(host.start_q, host.len_q, strict=True)):
-        rows[0 if group else n, start : start + length] = True
-    return rows if group else rows[:, None]
+        rows[0 if packed else n, start : start + length] = True
+    return rows if packed else rows[:, None]

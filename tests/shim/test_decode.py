@@ -53,7 +53,7 @@ def test_options(machine: MakeDevice, options: dict[str, Any], num_splits: int |
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_group_mode(machine: MakeDevice, pair: bool, on_device: bool) -> None:
-    call = paged((70, 9, 0, 129), 12, rows=(4, 9, 0, 1), group=True, pair=pair)
+    call = paged((70, 9, 0, 129), 12, rows=(4, 9, 0, 1), packed=True, pair=pair)
     verify_decode(machine(), call, on_device=on_device, causal=True, num_splits=3)
 
 
@@ -80,7 +80,7 @@ def test_the_same_bits(machine: MakeDevice) -> None:
         paged((1500, 3, 0, 129, 16, 33, 400, 1, 0), 16, rows=2),
         paged((700,), 24, rows=1, heads=(6, 3)),
         paged((33,) * 150, 8, rows=1, heads=(2, 1), dims=(16, 16)),
-        paged((70, 300, 0, 129), 12, rows=(4, 30, 0, 1), group=True, heads=(8, 2)),
+        paged((70, 300, 0, 129), 12, rows=(4, 30, 0, 1), packed=True, heads=(8, 2)),
     ],
     ids=("uneven", "one", "many", "group"),
 )  # fmt: skip
@@ -141,15 +141,15 @@ def test_sequences_that_are_parts(
         verify_decode(device, call, causal=True, on_device=True)
 
 
-@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 def test_most_sequences_without_queries(
-    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, group: bool
+    machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
     """A batch in which most sequences have no queries, so that there are fewer units than blocks, is right."""
     monkeypatch.setitem(ATTRIBUTES, "multiprocessors", 40)
     rows, lens = (1, *(0,) * 38, 1), (1000, *(5,) * 38, 40)
-    room = None if group else 1
-    call = paged(lens, 16, rows=rows, room_q=room, group=group, heads=(1, 1), dims=(16, 16))
+    room = None if packed else 1
+    call = paged(lens, 16, rows=rows, room_q=room, packed=packed, heads=(1, 1), dims=(16, 16))
     device = machine()
     for _ in range(2):
         verify_decode(device, call, on_device=True)

@@ -100,7 +100,7 @@ def test_pages(device: Make, shape: tuple[int, ...], page_size: int) -> None:
 
 
 def test_group_mode(device: Make) -> None:
-    call = paged((70, 9, 0, 129), 16, rows=(4, 9, 0, 1), group=True)
+    call = paged((70, 9, 0, 129), 16, rows=(4, 9, 0, 1), packed=True)
     verify_kernel(device(), call, family="decode", causal=True, mask=keep(4, 2, 9, 129))
 
 

@@ -70,7 +70,7 @@ ROWS = ((1, (4, 4)), (1, (8, 2)), (3, (7, 1)), (9, (6, 2)), (1, (34, 1)))
     ids=str,
 )
 def test_rows_of_heads(device: Make, rows: int, heads: tuple[int, int], name: str) -> None:
-    """The option is right in tiles of 16 and 32 rows, full or not, and in one that holds the last heads of a GQA group."""
+    """The option is right in tiles of 16 and 32 rows, full or not, and in one that holds the last heads of a GQA packed."""
     with small_tiles(**TILES["32" if rows == 3 else "16"]):
         options = added(name, heads[0], rows)
         verify_forward(device(), "decode", *arrays(rows, heads), **options, causal=rows == 9)
@@ -135,11 +135,11 @@ PAGED = ("bias", "bias-by-rows", "alibi", "score_mod", "softcap")
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), exhaustive.thin(itertools.product((False, True), PAGED), 3), ids=str
+    ("packed", "name"), exhaustive.thin(itertools.product((False, True), PAGED), 3), ids=str
 )
-def test_pages(device: Make, group: bool, name: str) -> None:
+def test_pages(device: Make, packed: bool, name: str) -> None:
     """In pages, a bias applies by the key's logical position, for sequences of any length."""
-    call = paged((70, 9, 129), 24, rows=(4, 9, 1) if group else 3, group=group)
+    call = paged((70, 9, 129), 24, rows=(4, 9, 1) if packed else 3, packed=packed)
     verify_kernel(device(), call, family="decode", num_splits=2, **OPTIONS[name])
 
 

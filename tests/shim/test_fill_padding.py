@@ -16,13 +16,13 @@ from tests.shim.shim import Builder
 
 def cases() -> list[Case]:
     lens, rooms = (5, 0, 30, 1), (5, 3, 47, 1)
-    group = {"room_q": rooms, "by_q": "seqlen", "give_out": True}
+    packed = {"room_q": rooms, "by_q": "seqlen", "give_out": True}
     plain = [
         ragged("no-gaps", lens, lens, give_out=True),
         ragged("around", lens, lens, lead=9, tail=70, give_out=True),
-        ragged("between", lens, lens, **group),
-        ragged("everywhere", lens, lens, **group, lead=1, tail=2, integers="int64"),
-        ragged("nothing-else", (0, 0), (4, 4), **{**group, "room_q": (0, 0)}, lead=100),
+        ragged("between", lens, lens, **packed),
+        ragged("everywhere", lens, lens, **packed, lead=1, tail=2, integers="int64"),
+        ragged("nothing-else", (0, 0), (4, 4), **{**packed, "room_q": (0, 0)}, lead=100),
         ragged("no-sequences", (), (), lead=11, give_out=True),
         padded("batch", lens, lens, 50, 50, give_out=True),
         padded("batch-cumulative", lens, lens, 50, 50, by_q="cu_seqlen", give_out=True),

@@ -90,7 +90,7 @@ def test_options_of_scores(machine: MakeDevice, name: str, pair: bool) -> None:
 def test_chunks(machine: MakeDevice) -> None:
     for dtype, float8 in ((BFLOAT16, "numbers"), (F32, "arrays")):
         call = paged(
-            (170, 9, 0, 129), 12, rows=(140, 9, 4, 1), group=True, dtype=dtype, float8=float8
+            (170, 9, 0, 129), 12, rows=(140, 9, 4, 1), packed=True, dtype=dtype, float8=float8
         )
         verify_kernel(machine(), call, causal=True)
 

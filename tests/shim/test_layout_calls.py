@@ -182,7 +182,7 @@ def test_copies_of_a_layout_that_was_used(copied: Callable[[SeqLayout], SeqLayou
         layout._calls["attention"] = (None, None, lambda: None)  # as after a call on a GPU
         other = copied(layout)
         assert np.array_equal(attention(*qkv, seqs=other, backend="cpu"), expected)
-        assert (other.batch, other.group, repr(other)) == (2, True, repr(layout))
+        assert (other.batch, other.packed, repr(other)) == (2, True, repr(layout))
         assert not other._calls
 
 

@@ -61,7 +61,7 @@ def test_widths(machine: MakeDevice, headdim: int) -> None:
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_group_mode(machine: MakeDevice, pair: bool, on_device: bool) -> None:
-    call = paged((70, 9, 0, 129), 12, rows=(40, 9, 4, 1), group=True, pair=pair)
+    call = paged((70, 9, 0, 129), 12, rows=(40, 9, 4, 1), packed=True, pair=pair)
     verify_kernel(machine(), call, on_device=on_device, causal=True)
 
 

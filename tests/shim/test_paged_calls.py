@@ -46,7 +46,7 @@ def test_calls(put: Put, pair: bool, on_device: bool) -> None:
 
 
 def test_group_mode_and_options(put: Put) -> None:
-    call = paged((70, 9, 0, 129), 6, group=True, rows=(20, 9, 4, 1))
+    call = paged((70, 9, 0, 129), 6, packed=True, rows=(20, 9, 4, 1))
     bias = np.random.default_rng(0).standard_normal((4, 20, 150)).astype(np.float32)
     assert call.seqs is not None
     seqs = SeqLayout(seqstart_q=put(call.seqs.seqstart_q), seqlen_q=put(call.seqs.seqlen_q))

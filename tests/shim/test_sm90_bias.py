@@ -326,7 +326,7 @@ def config(target: Target, **knobs: Any) -> sm90_forward_config.Config:
 
 
 PROBLEM = Problem(
-    dtype="bfloat16", batch=1, nheads_q=1, nheads_kv=1, headdim=96, headdim_v=96, group=False,
+    dtype="bfloat16", batch=1, nheads_q=1, nheads_kv=1, headdim=96, headdim_v=96, packed=False,
     rows_q=128, rows_k=128, max_seqlen_q=128, max_seqlen_k=128, ragged=False, window_left=None,
     window_right=0, sink=0, top_left=False, scale=1.0,
     bias=ArrayForm("bfloat16", (1, 1, 128, 128), (1, 1, 128, 128)),

@@ -113,7 +113,7 @@ def test_options(hopper: MakeDevice, options: dict[str, Any], num_splits: int | 
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_group_mode(hopper: MakeDevice, pair: bool) -> None:
-    call = paged((70, 9, 0, 129), 16, rows=(4, 9, 0, 1), group=True, pair=pair)
+    call = paged((70, 9, 0, 129), 16, rows=(4, 9, 0, 1), packed=True, pair=pair)
     verify_decode(hopper(), call, on_device=pair, causal=True, num_splits=3)
 
 
@@ -129,7 +129,7 @@ def test_padded_batch(hopper: MakeDevice) -> None:
     [
         paged((1500, 3, 0, 129, 16, 33, 400, 1, 0), 16, rows=2),
         paged((33,) * 150, 16, rows=1, heads=(2, 1), dims=(16, 16)),
-        paged((70, 300, 0, 129), 16, rows=(4, 30, 0, 1), group=True, heads=(8, 2)),
+        paged((70, 300, 0, 129), 16, rows=(4, 30, 0, 1), packed=True, heads=(8, 2)),
     ],
     ids=("uneven", "many", "group"),
 )

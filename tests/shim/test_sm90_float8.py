@@ -94,7 +94,7 @@ def test_masks(hopper: MakeDevice, align: str, mask: dict[str, Any]) -> None:
 
 
 def test_batches(hopper: MakeDevice) -> None:
-    packed = paged((70, 9, 0, 129), 24, rows=(40, 9, 4, 1), group=True, pair=True, **_OWN)
+    packed = paged((70, 9, 0, 129), 24, rows=(40, 9, 4, 1), packed=True, pair=True, **_OWN)
     padded = paged((70, 9, 5, 129), 16, rows=(50, 0, 2, 1), room_q=51, **_OWN)
     for call in (packed, padded):
         verify_sm90(hopper(), call, LATE, causal=True)
@@ -110,7 +110,7 @@ def test_batches(hopper: MakeDevice) -> None:
 )
 def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
     """Split keys are right: each piece of a tile scales queries by a unit of its own, and all use the values' scale."""
-    packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True, **_OWN)
+    packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), packed=True, pair=True, **_OWN)
     padded = paged((150, 9, 75), 8, rows=37, heads=(6, 2), dtype=F16, **_OWN)
     with sharing():
         for seed, call in enumerate((packed, padded), 1):

@@ -105,7 +105,7 @@ def test_alibi_on_both_sides(hopper: MakeDevice, page_size: int, shape: tuple[An
 
 @pytest.mark.parametrize("page_size", [24, 1])
 def test_batches(hopper: MakeDevice, page_size: int) -> None:
-    packed = paged((70, 9, 0, 129), page_size, rows=(40, 9, 4, 1), group=True, pair=True)
+    packed = paged((70, 9, 0, 129), page_size, rows=(40, 9, 4, 1), packed=True, pair=True)
     padded = paged((70, 9, 5, 129), 16, rows=(50, 0, 2, 1), room_q=51)
     for call in (packed, padded):
         verify_sm90(hopper(), call, LATE, causal=True)
@@ -121,7 +121,7 @@ def test_batches(hopper: MakeDevice, page_size: int) -> None:
 )
 def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
     """Split keys are right with lengths on the device, also if a sequence has fewer key tiles than pieces."""
-    packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), group=True, pair=True)
+    packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), packed=True, pair=True)
     padded = paged((150, 9, 75), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
     by_rows = paged((150, 9, 75), 1, rows=37, dims=(72, 24), heads=(6, 2))
     with sharing():

@@ -53,7 +53,7 @@ def test_masks(machine: MakeDevice, mask: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_group_mode(machine: MakeDevice, on_device: bool) -> None:
-    call = paged((70, 9, 0, 129), 12, rows=(40, 9, 4, 1), group=True)
+    call = paged((70, 9, 0, 129), 12, rows=(40, 9, 4, 1), packed=True)
     verify_kernel(machine(), call, num_splits=5, on_device=on_device, causal=True)
 
 

@@ -14,9 +14,9 @@ _DIMS = ("headdim", "headdim_v")
 
 def of_case(case: Case) -> Iterable[Hashable]:
     """Traits that a kernel sees as run-time values: lengths, layouts, widths of masks, values."""
-    yield from (("lengths", case.group, case.by_q), ("keys' lengths", case.group, case.by_k))
-    yield "gaps", case.group, case.lead + case.tail > 0
-    yield "integers", case.group, case.integers, case.on_device
+    yield from (("lengths", case.packed, case.by_q), ("keys' lengths", case.packed, case.by_k))
+    yield "gaps", case.packed, case.lead + case.tail > 0
+    yield "integers", case.packed, case.integers, case.on_device
     yield "bound", case.max_seqlen
     yield "layout", case.layout, case.give_out
     yield from (("values", case.values), ("dtype", case.dtype))

@@ -50,7 +50,7 @@ def blocks(rows: int, wave: int = 32) -> int:
 
 def copy(problem: Problem, operands: Operands, name: str, to: str) -> AlignedRows:
     """The copy of q, k or v, called `name`, to scratch called `to`."""
-    batch = 1 if problem.group else problem.batch
+    batch = 1 if problem.packed else problem.batch
     rows = problem.rows_q if name == "q" else problem.rows_k
     nheads = problem.nheads_q if name == "q" else problem.nheads_kv
     headdim = problem.headdim_v if name == "v" else problem.headdim
@@ -69,4 +69,4 @@ def copy(problem: Problem, operands: Operands, name: str, to: str) -> AlignedRow
         params=structs.fill(helper_params.ALIGN_ROWS, values),
         patches=patches(helper_params.ALIGN_ROWS, **{"from": name, "to": to}),
     )
-    return AlignedRows(step, batch * whole[0], whole[1:] if problem.group else whole)
+    return AlignedRows(step, batch * whole[0], whole[1:] if problem.packed else whole)

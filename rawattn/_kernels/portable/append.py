@@ -113,7 +113,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         name for name in ("q", "k", "v", "k_pages", "v_pages", "out") if name in operands.strides
     ]
     nheads_q = problem.nheads_q if "q" in names else 0
-    rows = problem.rows_q * (1 if problem.group else problem.batch)
+    rows = problem.rows_q * (1 if problem.packed else problem.batch)
     values: dict[str, Any] = {
         **{f"{name}_strides": operands.elements(problem, name) for name in names},
         **side_fields("side", structure.q),

@@ -167,12 +167,12 @@ def parts_source(problem: Problem, copy_bytes: int, config: Config) -> Source:
 
 def physical_queries(problem: Problem) -> int:
     """Rows of queries of all sequences, padding among them."""
-    return problem.rows_q * (1 if problem.group else problem.batch)
+    return problem.rows_q * (1 if problem.packed else problem.batch)
 
 
 def physical_keys(problem: Problem) -> int:
     """Rows of keys of all sequences, padding among them."""
-    return problem.rows_k * (1 if problem.group else problem.batch)
+    return problem.rows_k * (1 if problem.packed else problem.batch)
 
 
 def has_one_key_tile(problem: Problem, config: Config) -> bool:

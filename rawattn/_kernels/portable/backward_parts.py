@@ -73,7 +73,7 @@ def _sequences(problem: Problem) -> list[tuple[int, int, int]]:
     long as the bound.
     """
     longest = problem.max_seqlen_q, problem.max_seqlen_k
-    if not problem.group or problem.batch < 2:
+    if not problem.packed or problem.batch < 2:
         return [(problem.batch, *longest)]
     others = problem.batch - 1
     rest = [

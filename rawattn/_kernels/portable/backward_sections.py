@@ -36,7 +36,7 @@ def section_queries(
     if problem.window_right is None or problem.mask is not None or problem.batch == 0:
         return fitting
     rows_q, rows_k = problem.rows_q, problem.rows_k
-    if problem.group:  # lengths are not known, so every sequence counts with the mean
+    if problem.packed:  # lengths are not known, so every sequence counts with the mean
         rows_q, rows_k = (max(1, rows // problem.batch) for rows in (rows_q, rows_k))
     heads = problem.nheads_kv
     sections = min(heads * rows_q // fitting, heads - 1) + 1

@@ -204,7 +204,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
 
 def _plain_integers(problem: Problem, structure: Structure) -> bool:
     q, k, pages = structure.q, structure.k, problem.pages
-    if not structure.ragged or structure.group or q.start or q.length:
+    if not structure.ragged or structure.packed or q.start or q.length:
         return False
     if k.start or k.cumulative or k.length == 8:
         return False

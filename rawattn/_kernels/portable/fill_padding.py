@@ -37,7 +37,7 @@ def fields(
     nheads, headdim = shape
     return {
         "out_strides": strides,
-        "lse_batch": 0 if problem.group else problem.nheads_q * problem.rows_q,
+        "lse_batch": 0 if problem.packed else problem.nheads_q * problem.rows_q,
         "lse_head": problem.rows_q,
         **side_fields("side", side),
         "batch": problem.batch,

@@ -210,17 +210,17 @@ def lists(
     rows, tile = (problem.rows_k, tile_k) if of_keys else (problem.rows_q, tile_q)
     most = problem.max_seqlen_k if of_keys else problem.max_seqlen_q
     # In batch mode, lengths on the device may exceed the bound that the host was given, but not the array's rows.
-    tiles = -(-(min(most, rows) if problem.group else rows) // tile)
+    tiles = -(-(min(most, rows) if problem.packed else rows) // tile)
     others = -(-problem.rows_q // tile_q) if of_keys else -(-problem.rows_k // tile_k)
-    if problem.group:
+    if problem.packed:
         bound = problem.max_seqlen_q if of_keys else problem.max_seqlen_k
         others = min(others, -(-bound // (tile_q if of_keys else tile_k)))
     shared = mask[0] == 1 and not problem.ragged
     sequences = 1 if shared else problem.batch
-    count = rows // tile + problem.batch if problem.group else tiles * sequences
+    count = rows // tile + problem.batch if problem.packed else tiles * sequences
     capacity = others * parts
     found = {
-        "block_mask.lists.sequence": 0 if shared else 1 if problem.group else tiles,
+        "block_mask.lists.sequence": 0 if shared else 1 if problem.packed else tiles,
         "block_mask.lists.nheads": heads,
         "block_mask.lists.group": (problem.nheads_kv if of_keys else problem.nheads_q) // heads,
         "block_mask.lists.capacity": capacity,

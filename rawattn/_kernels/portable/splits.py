@@ -276,6 +276,6 @@ def _key_tiles_met(problem: Problem, config: Tiled, keys: int) -> int:
 def _most_query_tiles(structure: Structure, tiles: Tiles) -> int:
     side = structure.side(tiles.side)
     each = structure.batch * -(-side.length_bound // tiles.rows)
-    if structure.group:
+    if structure.packed:
         each = min(each, side.rows // tiles.rows + structure.batch)
     return each * tiles.heads

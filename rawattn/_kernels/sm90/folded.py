@@ -27,7 +27,7 @@ FEATURES = frozenset(("ragged", "right", "scale_first", "softcap", "paged", "flo
 
 def supports(problem: Problem, target: Target, operands: Operands) -> str | None:
     """Why a call is not folded, else None. `is_whole` asks besides that no sequence is without its query."""
-    if problem.group or problem.rows_q != 1:
+    if problem.packed or problem.rows_q != 1:
         return "a sequence has other than one query"
     if problem.num_splits is not None:
         return "the splits of its keys are given"

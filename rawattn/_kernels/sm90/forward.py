@@ -277,7 +277,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     short = not bound and length <= longest
     short &= shares_sm or problem.max_seqlen_q > _ONE_CONSUMER_SEQLEN
     limit = _ROUNDS_ENOUGH_PLAIN if plain else _ROUNDS_ENOUGH_SCORED
-    if problem.ragged and not problem.group and problem.pages is None:
+    if problem.ragged and not problem.packed and problem.pages is None:
         # The host does not know how much of a padded batch is padding. Only for few tiles and short sequences this is harmless.
         limit = 1
     if tiles >= limit * target.multiprocessors and not short:

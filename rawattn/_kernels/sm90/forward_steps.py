@@ -309,10 +309,10 @@ def geometry(
     that axis ends. So whatever is behind the end of a sequence is out of bounds: loads give zeros, stores are dropped. For that
     the map starts `row_bound` rows before the array, and a coordinate of the second row axis leads back to the sequence's rows.
     """
-    batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.group else strides[:3]
+    batch_stride, row_stride, head_stride = (0, *strides[:2]) if problem.packed else strides[:3]
     bound = row_bound(rows) if problem.ragged else rows
     outer = rows + 1 if problem.ragged else 1
-    batch = 1 if problem.group else problem.batch
+    batch = 1 if problem.packed else problem.batch
     row_stride = _legal(row_stride, rows)
     return Geometry(
         dtype=problem.dtype,

@@ -20,16 +20,16 @@ def possible_lengths(problem: Problem) -> list[tuple[Problem, list[Problem]]]:
     or one is, and the others are ever shorter; or all have the mean length, and the bound says nothing. Tiles that suit one
     of these alone lose up to twice as much (docs/notes/hopper-forward.md).
     """
-    if not problem.group or problem.pages is not None:
+    if not problem.packed or problem.pages is not None:
         return [(problem, [problem])]
     q, k = mean_lengths(problem)
     if (q, k) == (problem.max_seqlen_q, problem.max_seqlen_k):
-        return [(problem, [replace(problem, group=False)])]
+        return [(problem, [replace(problem, packed=False)])]
     alike = replace(problem, max_seqlen_q=q, max_seqlen_k=k)
     return [
         (problem, _most_as_long_as_possible(problem)),
         (problem, _ever_shorter(problem)),
-        (alike, [replace(alike, group=False)]),
+        (alike, [replace(alike, packed=False)]),
     ]
 
 
@@ -71,7 +71,7 @@ def _of_lengths(
     problem: Problem, counts: Sequence[int], lengths: Sequence[tuple[int, int]]
 ) -> list[Problem]:
     return [
-        replace(problem, group=False, batch=count, max_seqlen_q=q, max_seqlen_k=k)
+        replace(problem, packed=False, batch=count, max_seqlen_q=q, max_seqlen_k=k)
         for count, (q, k) in zip(counts, lengths, strict=True)
         if q > 0
     ]

@@ -29,7 +29,7 @@ def interleaves(problem: Problem, tile_rows: int) -> bool:
     value of all rows of a tile (docs/notes/hopper-forward.md).
     """
     group, rows = problem.group_heads, problem.max_seqlen_q
-    if problem.group:  # a long sequence fills its tiles either way
+    if problem.packed:  # a long sequence fills its tiles either way
         rows = mean_lengths(problem)[0]
     by_head = (
         problem.alibi_slopes,

@@ -142,7 +142,7 @@ class _Work(NamedTuple):
         every = sum(count(part, rows, heads) for part in parts)
         most, blocks = blocks, max(1, min(blocks, -(-every // multiprocessors)))
         alone_on_sm = blocks == 1 < most
-        packed = problem.group and problem.pages is None and problem.window_left is None
+        packed = problem.packed and problem.pages is None and problem.window_left is None
         counts: Counter[float] = Counter()
         for part in parts:
             for time, alike in _tiles(part, fields, heads, blocks, alone_on_sm):
@@ -307,9 +307,9 @@ def fewest_and_most_keys(problem: Problem) -> tuple[int, int]:
 def count(problem: Problem, rows: int, heads: int) -> int:
     """The number of query tiles of a call, for tiles of `rows` rows that `heads` query heads share."""
     each = -(-problem.max_seqlen_q // (rows // heads))
-    if problem.group:
+    if problem.packed:
         each = min(problem.batch * each, problem.rows_q // (rows // heads) + problem.batch)
-    return each * (1 if problem.group else problem.batch) * (problem.nheads_q // heads)
+    return each * (1 if problem.packed else problem.batch) * (problem.nheads_q // heads)
 
 
 def _tiles(

@@ -46,7 +46,7 @@ def _real(problem: Problem, name: str, operands: Operands) -> Iterator[int]:
     queries = name in ("q", "out")
     rows = problem.rows_q if queries else problem.rows_k
     nheads = problem.nheads_q if queries else problem.nheads_kv
-    extents: tuple[int, ...] = (rows, nheads) if problem.group else (problem.batch, rows, nheads)
+    extents: tuple[int, ...] = (rows, nheads) if problem.packed else (problem.batch, rows, nheads)
     if problem.pages is not None and not queries:
         extents = (problem.pages.num_pages, problem.pages.page_size, nheads)
     between = operands.strides[name][:-1]
