@@ -9,7 +9,7 @@
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 #include "tile/either.cuh"
-#include "tile/shared_tile.cuh"
+#include "tile/operand_tile.cuh"
 
 using StoredKey = Either<config::kFloat8, float8, config::Element>::Type;
 

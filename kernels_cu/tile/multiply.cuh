@@ -4,7 +4,7 @@
 
 #include "target/target.cuh"
 #include "tile/accumulator.cuh"
-#include "tile/shared_tile.cuh"
+#include "tile/operand_tile.cuh"
 
 // X += A B, where B[k][n] is column k of the tile's row n: dot products with the tile's rows, as in Q K^T.
 template <class M, int kSteps, int kUnrolled, class C, int kRowBlocks, int kColumnBlocks, class Operand, class Tile>
