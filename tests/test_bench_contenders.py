@@ -39,6 +39,8 @@ def test_who_is_asked_for_which_suite():
     names = {suite: [c.name for c in suites.contenders(suite)] for suite in suites.SUITES}
     assert names["forward"][-4:] == ["cuDNN", "FA2", "FA4", "JAX cuDNN"]
     assert names["backward"][-4:] == ["deterministic", "cuDNN", "FA2", "FA4"]
+    for suite in ("decode", "prefill"):
+        assert names[suite][-5:] == ["cuDNN", "FA2", "FA4", "FA4 paged", "FlashInfer"]
     for suite in suites.SUITES:
         everybody = suites.contenders(suite)
         assert everybody[0].name == "rawattn"

@@ -66,7 +66,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Entrant | Exception]:
             raise made
         return made
 
-    monkeypatch.setattr(models, "_sides", lambda case, dtype: None)
+    monkeypatch.setattr(models, "_sides", lambda case, dtype: Sides((), (), causal=True))
     monkeypatch.setattr(graph_peers, "_entrant", entrant)
     monkeypatch.setattr(graph_peers, "race", pretended_race)
     return found
@@ -95,9 +95,10 @@ def test_each_shape_has_a_line_and_all_have_one(made: dict[str, Any]) -> None:
 def test_the_median_is_of_shapes_that_have_a_ratio(
     made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sides(case: Model, dtype: str) -> None:
+    def sides(case: Model, dtype: str) -> Sides:
         if case.kind == "encoder":
             raise MemoryError("full")
+        return Sides((), (), causal=True)
 
     monkeypatch.setattr(models, "_sides", sides)
     line, median = first_line()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rawattn._bench import graph_peers, serving, serving_cases, suites
+from rawattn._bench.graph_peers import Sides
 from rawattn._bench.grids import CUDNN, FA2, FA4
 from rawattn._bench.report import Figure
 from rawattn._bench.serving_cases import Serving
@@ -57,7 +58,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ImportError("no flash_attn")
         return pretended(nbytes * 1e-12 * (1 if side == "rawattn" else 2))
 
-    monkeypatch.setattr(serving, "_sides", lambda case, dtype: None)
+    monkeypatch.setattr(serving, "_sides", lambda case, dtype: Sides((), (), causal=True))
     monkeypatch.setattr(graph_peers, "_entrant", peer)
     monkeypatch.setattr(
         serving, "_entrant", lambda make, case, dtype, nbytes: pretended(nbytes * 1e-12)
@@ -109,7 +110,7 @@ def test_decode_tells_calls_in_a_graph_and_one_by_one(without_gpu: None) -> None
 
 def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:
     figures = serving.prefill("bfloat16", [FA2, FA4])
-    assert len(bounded(figures)) == 2 * len(serving_cases.PREFILL) + len(serving_cases.CHUNKS)
+    assert len(bounded(figures)) == 3 * len(serving_cases.PREFILL) + len(serving_cases.CHUNKS)
     assert any("no flash_attn" in figure.of for figure in figures)
     # Both come from one race and read the same number of bytes.
     pages = [figure for figure in figures if "page 16 over rows" in figure.name]
@@ -128,7 +129,8 @@ def test_a_chunk_that_fails_leaves_the_other_lines(
     pages = [figure for figure in figures if "page 16 over rows" in figure.name]
     assert len(pages) == len(serving_cases.PREFILL)
     assert all("out of memory" in figure.of and figure.value is None for figure in pages)
-    assert all(figure.value is not None for figure in figures if "fastest peer" in figure.name)
+    in_rows = [f"{case.name}: over the fastest peer" for case in serving_cases.PREFILL]
+    assert all(figure.value is not None for figure in figures if figure.name in in_rows)
 
 
 def test_without_peers_nothing_is_ok(without_gpu: None) -> None:

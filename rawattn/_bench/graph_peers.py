@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rawattn._bench import graphs, measure
+from rawattn._bench import graphs, measure, paged_peers
 from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._bench.paged_peers import Pages
 from rawattn._bench.peers import tensors
 from rawattn._bench.report import Figure
 from rawattn._bench.timing import Call, Entrant, race
@@ -18,15 +19,16 @@ _OURS = "rawattn"
 class Sides(NamedTuple):
     """The same attention for all sides, on several sets of inputs.
 
-    ours: our call on each set. rows: for peers, which read no pages, the CuPy arrays q, k and v of each set. causal: aligned
+    ours: our call on each set. rows: for peers that read no pages, the CuPy arrays q, k and v of each set. causal: aligned
     so that the last row sees every key. masks: for each set, the bool mask of the keys that a single row sees, or a bias, or
-    None; may be empty.
+    None; may be empty. pages: for peers that read pages, the same keys in pages; may be empty.
     """
 
     ours: Sequence[Call]
     rows: Sequence[tuple[Any, Any, Any]]
     causal: bool
     masks: Sequence[Any] = ()
+    pages: Sequence[Pages] = ()
 
 
 def over_fastest(
@@ -65,7 +67,8 @@ def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, E
     ready: dict[str, Entrant] = {}
     reasons: list[str] = []
     first: tuple[str, Sequence[Any]] | None = None
-    for side in (_OURS, *(name for name in peers if name in _PEERS)):
+    measured = {*_PEERS, *paged_peers.PEERS} if sides.pages else {*_PEERS}
+    for side in (_OURS, *(name for name in peers if name in measured)):
         try:
             entrant = _entrant(side, sides, nbytes)
             results = entrant.call()
@@ -84,6 +87,9 @@ def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, E
 def _entrant(side: str, sides: Sides, nbytes: int) -> Entrant:
     if side == _OURS:
         return graphs.entrant(graphs.of_cupy, sides.ours, nbytes)
+    if side in paged_peers.PEERS:
+        calls = [paged_peers.PEERS[side](pages) for pages in sides.pages]
+        return graphs.entrant(graphs.of_torch, calls, nbytes)
     masks = sides.masks or (None,) * len(sides.rows)
     calls = [
         _PEERS[side](*qkv, sides.causal, mask) for qkv, mask in zip(sides.rows, masks, strict=True)

@@ -11,7 +11,8 @@ from rawattn._bench.cases import Case
 
 CUDNN, FA2, FA4, JAX = "cuDNN", "FA2", "FA4", "JAX cuDNN"
 EFFICIENT, FLEX, FSA = "efficient", "FlexAttention", "flash-sparse-attn"  # for the suite scores
-PEERS = (CUDNN, FA2, FA4, JAX, EFFICIENT, FLEX, FSA)
+FA4_PAGED, FLASHINFER = "FA4 paged", "FlashInfer"  # for the suites decode and prefill
+PEERS = (CUDNN, FA2, FA4, JAX, EFFICIENT, FLEX, FSA, FA4_PAGED, FLASHINFER)
 DETERMINISTIC = "deterministic"  # ours, shown beside our default backward
 
 _MHA, _GQA = (16, 16), (32, 8)

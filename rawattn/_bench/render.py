@@ -8,7 +8,18 @@ from statistics import geometric_mean
 from typing import Any
 
 from rawattn._bench import figure_plot
-from rawattn._bench.grids import CUDNN, DETERMINISTIC, EFFICIENT, FA2, FA4, FLEX, FSA, JAX
+from rawattn._bench.grids import (
+    CUDNN,
+    DETERMINISTIC,
+    EFFICIENT,
+    FA2,
+    FA4,
+    FA4_PAGED,
+    FLASHINFER,
+    FLEX,
+    FSA,
+    JAX,
+)
 from rawattn._bench.report import Figure, Report, Row
 from rawattn._console import table
 
@@ -90,6 +101,8 @@ _COLOURS = {
     EFFICIENT: "#d55e00",
     FLEX: "#7b3294",
     FSA: "#e8d33f",
+    FA4_PAGED: "#66d1b0",
+    FLASHINFER: "#8c510a",
 }
 _OTHER = "#444444"
 

@@ -1,6 +1,6 @@
 """Figures of the suites `decode` and `prefill`: calls in CUDA graphs, compared with the read bandwidth and with peers.
 
-Peers, which read no pages, get the same keys in rows.
+Peers that read no pages get the same keys in rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import rawattn
-from rawattn._bench import graph_peers, graphs, machine, measure, serving_cases
+from rawattn._bench import (
+    graph_peers,
+    graphs,
+    machine,
+    measure,
+    paged_peers,
+    serving_cases,
+)
 from rawattn._bench.graph_peers import Sides, ratio
+from rawattn._bench.paged_peers import Pages
 from rawattn._bench.report import Figure
 from rawattn._bench.serving_cases import Serving
 from rawattn._bench.timing import Call, Entrant, EventClock, race
@@ -94,8 +102,10 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
 def prefill(dtype: str, peers: Sequence[str]) -> list[Figure]:
     """Figures with a chunk of new rows of each sequence."""
     found: list[Figure] = []
+    of_pages = [name for name in peers if name in paged_peers.PEERS]
     for case in serving_cases.PREFILL:
         _over_peers(found, case, dtype, peers, 1 / 1.08)
+        _over_peers(found, case.in_pages(16), dtype, of_pages, 1 / 1.08)
         _pages_over_rows(found, case, dtype)
     for case in serving_cases.CHUNKS:
         _over_peers(found, case, dtype, peers, 1.0)
@@ -193,7 +203,7 @@ def _append(case: Serving, cache: Cache) -> Call:
 
 
 def _in_rows(case: Serving, cache: Cache) -> tuple[Any, Any, Any]:
-    """Queries, keys and values in rows, for peers, which read no pages. All sequences must have equal lengths."""
+    """Queries, keys and values in rows, for peers that read no pages. All sequences must have equal lengths."""
     if not case.page_size:
         return cache.q, cache.k, cache.v
 
@@ -211,7 +221,8 @@ def _sides(case: Serving, dtype: str) -> Sides:
     ours = [_ours(case, cache) for cache in caches]
     rows = [_in_rows(case, cache) for cache in caches]
     hidden = [cache.mask if cache.bias is None else cache.bias for cache in caches]
-    return Sides(ours, rows, causal=True, masks=hidden)
+    pages = [Pages(*cache[:5]) for cache in caches] if case.page_size else []
+    return Sides(ours, rows, causal=True, masks=hidden, pages=pages)
 
 
 def _entrant(

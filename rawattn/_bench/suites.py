@@ -17,6 +17,7 @@ from rawattn._bench import (
     model_cases,
     models,
     ours,
+    paged_peers,
     peers,
     score_cases,
     score_figures,
@@ -92,14 +93,14 @@ SUITES = {
         lambda quick: [],
         {"figures": serving.decode},
         listed=serving_cases.DECODE_NAMES,
-        note=f"{_IN_GRAPHS}; peers read keys in rows, rawattn in pages where the line says so",
+        note=f"{_IN_GRAPHS}; cuDNN, FA2 and FA4 read keys in rows, others in pages where the line says so",
     ),
     "prefill": Suite(
         "chunks of new rows on cached keys: time over the fastest peer, pages over rows, each with its bound",
         lambda quick: [],
         {"figures": serving.prefill},
         listed=serving_cases.PREFILL_NAMES,
-        note=_IN_GRAPHS,
+        note=f"{_IN_GRAPHS}; pages are compared with libraries that read pages",
     ),
     "models": Suite(
         "shapes of encoders, vision, diffusion, cross-attention, MLA and prompts: time over the fastest peer, and the median "
@@ -122,4 +123,6 @@ def contenders(suite: str) -> list[Contender]:
     """All contenders of a suite: ours first, and among ours the default kernels first."""
     if suite == "scores":
         return [ours.Ours("rawattn"), *score_peers.peers()]
-    return [*ours.ours(suite), *peers.peers(suite)]
+    # Cases of other suites are not in pages, so these have no call but that of the figures.
+    in_pages = map(Contender, paged_peers.PEERS) if suite in {"decode", "prefill"} else ()
+    return [*ours.ours(suite), *peers.peers(suite), *in_pages]
