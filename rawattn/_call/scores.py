@@ -15,6 +15,7 @@ from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import SCORE_NUMBERS, ArrayForm, Options
 from rawattn._interop.advice import cast
 
+_INT32_MAX = 2**31 - 1  # the kernels count an array's axes in 32 bits
 _FLOAT32 = np.dtype(np.float32)
 _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 
@@ -53,6 +54,11 @@ def describe(
         whole = four_axes("mask", given, shapes, lengths)
         found["mask"] = ArrayForm("bits", whole, given, kept=options.mask.kept)
     own = [x for name, x in arrays.items() if name.startswith("captured")]
+    for x in own:
+        if max(x.shape, default=0) > _INT32_MAX:
+            raise ValueError(
+                f"score_mod: got a captured array of shape {tuple(x.shape)}, expected at most {_INT32_MAX} along each axis"
+            )
     captured = tuple(ArrayForm(x.dtype.name, x.shape, x.shape) for x in own)
     if text is not None:
         text = text.of_strides(x.strides for x in own)
@@ -140,14 +146,16 @@ _CHECKS: dict[str, Callable[[str, Any, Shapes, Lengths], ArrayForm]] = {
 
 
 def _longest(side: Side) -> int:
-    """A bound of the sequences' lengths, to check the shapes of a bias or mask against; 0 (no check) if none is known.
+    """A bound of the sequences' lengths, to check the shapes of a bias or mask against.
 
     Lengths on a GPU may all be shorter than their slots or pages, so without the caller's maximum they give no bound.
-    Kernels never read outside of the array, whatever the lengths are.
+    Kernels never read outside of the array, whatever the lengths are: beyond an axis they read its last element. So an axis
+    that such lengths count along has one, whatever maximum was promised.
     """
     integers = side.start if side.length is None else side.length
-    on_host = integers is None or isinstance(integers, np.ndarray)
-    return side.max_seqlen if on_host or side.promised else 0
+    if integers is None or isinstance(integers, np.ndarray):
+        return side.max_seqlen
+    return max(side.max_seqlen if side.promised else 0, min(side.rows, 1))
 
 
 def four_axes(
@@ -160,7 +168,10 @@ def four_axes(
     if shapes.packed:
         longest = tuple(map(_longest, (lengths.q, lengths.k)))
         good = good and all(n == 1 or n >= most for n, most in zip(whole[2:], longest, strict=True))
+        good = good and max(whole[2:]) <= _INT32_MAX
         rows = f"1 or >= {longest[0]} (longest sequence), 1 or >= {longest[1]}"
+        if max(whole[2:]) > _INT32_MAX:
+            rows += f", both at most {_INT32_MAX}"
     else:
         good = good and whole[2] in (1, shapes.rows_q) and whole[3] in (1, shapes.rows_k)
         rows = f"1 or {shapes.rows_q} (seqlen_q), 1 or {shapes.rows_k} (seqlen_k)"
