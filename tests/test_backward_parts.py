@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rawattn import SeqLayout
+from rawattn._call.integers import LONGEST
 from rawattn._call.options import ArrayForm
 from rawattn._call.problem import Problem, describe
 from rawattn._call.structure import structure
@@ -204,11 +205,11 @@ def test_nothing_to_share_beside_sink_tokens(
 
 
 def test_sink_tokens_of_as_many_keys_as_there_may_be() -> None:
-    """A call with 2^31 - 1 keys and more sink tokens must have launches.
+    """A call with as many keys as there may be, and more sink tokens must have launches.
 
-    Its key tiles with sink tokens have more rows than an int holds, so no blocks share them.
+    Its key tiles with sink tokens have about as many rows as an int holds.
     """
-    q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 64)) for rows in (1, 2**31 - 1))
+    q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 64)) for rows in (1, LONGEST))
     problem, lengths = describe(q, k, k, window=(5, None), sink=2**40)
     operands = Operands(
         dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), (0, 128, 128, 2))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from rawattn._call.integers import LONGEST
 from rawattn._call.problem import Problem, describe, result_shapes
 from rawattn._call.seq_layout import SeqLayout
 from tests.problems import BATCH, BFLOAT16, INT32_MAX, PACKED, arrays, problem
 
+ROOT = Path(__file__).resolve().parents[1]
 STARTS = SeqLayout(seqstart_q=[0, 5, 15], seqstart_k=[0, 7, 21])
 
 
@@ -164,7 +167,6 @@ def test_result_shapes() -> None:
 @pytest.mark.parametrize(
     "shapes",
     [
-        pytest.param({"q": (3, INT32_MAX, 4, 8)}, id="seqlen"),
         pytest.param(
             {"q": (3, 5, INT32_MAX, 8), "k": (3, 7, 1, 8), "v": (3, 7, 1, 16)}, id="heads"
         ),
@@ -175,14 +177,22 @@ def test_result_shapes() -> None:
 )
 def test_int32_itself_is_legal(shapes: dict[str, tuple[int, ...]]) -> None:
     described = problem(BATCH | shapes)
-    assert max(described.rows_q, described.nheads_q, described.batch) == INT32_MAX
+    assert max(described.nheads_q, described.batch) == INT32_MAX
+
+
+def test_the_longest_sequence_is_the_one_of_the_kernels() -> None:
+    """Kernels clamp lengths to `kLongest`, behind which the end of a tile would not fit an int."""
+    header = (ROOT / "kernels_cu/attn/sequence.cuh").read_text()
+    assert f"constexpr int kLongest = {LONGEST:#x};" in header
+    described = problem(BATCH | {"q": (3, LONGEST, 4, 8)})
+    assert described.max_seqlen_q == LONGEST
 
 
 def test_a_total_past_int32_is_legal() -> None:
     rows = 2**32
     shapes = {"q": (rows, 4, 8), "k": (rows, 2, 8), "v": (rows, 2, 16)}
-    described = problem(shapes, seqs=SeqLayout(seqstart_q=[0, 2**31 - 1, 2**31]))
-    assert (described.rows_q, described.max_seqlen_q) == (rows, INT32_MAX)
+    described = problem(shapes, seqs=SeqLayout(seqstart_q=[0, LONGEST, 2**31]))
+    assert (described.rows_q, described.max_seqlen_q) == (rows, LONGEST)
 
 
 def test_describe_is_fast() -> None:

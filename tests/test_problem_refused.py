@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rawattn._call.integers import LONGEST
 from rawattn._call.problem import describe
 from tests.problems import BATCH, BFLOAT16, INT32_MAX, PACKED, arrays, problem
 
@@ -42,7 +43,11 @@ BAD_SHAPES: list[tuple[str, dict[str, tuple[int, ...]], str]] = [
     ("headdim-of-k", {"k": (3, 7, 2, 9)}, r"k: got D = 9 .*expected 8, that of q"),
     ("headdim-v-0", {"v": (3, 7, 2, 0)}, r"v: got Dv = 0 .*1 to 256"),
     ("headdim-v-300", {"v": (3, 7, 2, 300)}, r"v: got Dv = 300 .*1 to 256"),
-    ("seqlen-past-int32", {"q": (3, 2**31, 4, 8)}, rf"q: .*{2**31} rows.*at most {INT32_MAX}"),
+    (
+        "seqlen-past-the-longest",
+        {"q": (3, LONGEST + 1, 4, 8)},
+        rf"q: .*{LONGEST + 1} rows.*at most {LONGEST}",
+    ),
     (
         "batch-past-int32",
         {"q": (2**31, 0, 4, 8), "k": (2**31, 0, 2, 8), "v": (2**31, 0, 2, 16)},

@@ -26,6 +26,7 @@ _INT = {int}
 FEW = 64
 _TOO_MANY_ROWS = 2**62
 LAST_POSITION = 2**30  # kLastPosition in kernels_cu/attn/sequence.cuh
+LONGEST = 0x7FFF0000  # rows of a sequence at most: kLongest there
 
 _RIGHT = (
     "expected padding after the real tokens alone; pad on the right, or give attention the mask as "

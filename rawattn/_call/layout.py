@@ -17,8 +17,6 @@ from rawattn._call.given import GivenSide, check_maximum
 
 Int64s = NDArray[np.int64]
 
-_INT32_MAX = 2**31 - 1
-
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made at every call with a new layout
 class Side:
@@ -114,10 +112,10 @@ def side_of(given: GivenSide, batch: int, rows: int, of: str = "") -> Side:
             longest = given.longest_slot
         if given.max_seqlen is not None and given.max_seqlen < longest:
             longest = given.max_seqlen
-    if longest > _INT32_MAX:
+    if longest > integers.LONGEST:
         advice = f"; give SeqLayout(max_seqlen_{side}=...) if it has fewer" if total is None else ""
         raise ValueError(
-            f"{side}: got a sequence of up to {longest} rows, expected at most {_INT32_MAX}{advice}"
+            f"{side}: got a sequence of up to {longest} rows, expected at most {integers.LONGEST}{advice}"
         )
     # Sequences never overlap, so there is no padding if their lengths add up to all rows.
     padded = capacity > 0 and not (given.on_host and total == capacity)

@@ -22,7 +22,6 @@ AXES = {
 _TABLE = "(batch, max_pages), or a pair (indptr (batch + 1,), page_ids (total_pages,))"
 _PAIR = "a tuple is (indptr, page_ids), rows are a list"
 _INDPTR = "block_table's indptr"
-_INT32_MAX = 2**31 - 1
 _SHOWN = 8  # most row lengths that a message lists
 
 Shape = Sequence[int]
@@ -161,7 +160,7 @@ class PagedLayout:
                         f"block_table: got an indptr that ends at {self.indptr[-1]}, expected at most {entries}, the "
                         "number of page_ids"
                     )
-                most = used * held
+                most = used.astype(np.int64) * held  # in int32 the product could wrap around
         longest = room if isinstance(most, int) else int(most.max(initial=0))
         given = self._k
         if given.longest is not None:
@@ -170,10 +169,10 @@ class PagedLayout:
             longest = given.longest
         elif given.max_seqlen is not None:
             longest = min(longest, given.max_seqlen)
-        if longest > _INT32_MAX:
+        if longest > integers.LONGEST:
             raise ValueError(
-                f"block_table: got pages of up to {longest} keys for a sequence, expected at most {_INT32_MAX}; give "
-                "seqs=SeqLayout(max_seqlen_k=...) if none has as many"
+                f"block_table: got pages of up to {longest} keys for a sequence, expected at most {integers.LONGEST}; "
+                "give seqs=SeqLayout(max_seqlen_k=...) if none has as many"
             )
         promised = given.max_seqlen is not None
         return Side(self.indptr, self.seqlen_k, False, room, longest, True, page_size, promised)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rawattn._call.binding import bind
+from rawattn._call.integers import LONGEST
 from rawattn._call.seq_layout import SeqLayout
 from tests.layout.on_device import OnDevice, batch, group, later, spans
 
-INT32_MAX = 2**31 - 1
 MISFITS: list[tuple[str, Any, int | None, int, int, type[Exception], str]] = [
     (
         "max-below-a-shared-slot",
@@ -148,22 +148,22 @@ MISFITS: list[tuple[str, Any, int | None, int, int, type[Exception], str]] = [
         r"max_seqlen_q: got 4, expected at least 5.*shape of q",
     ),
     (
-        "sequence-past-int32",
+        "sequence-past-the-longest",
         None,
         1,
-        INT32_MAX + 1,
+        LONGEST + 1,
         5,
         ValueError,
-        rf"q: .*{INT32_MAX + 1} rows, expected at most {INT32_MAX}$",
+        rf"q: .*{LONGEST + 1} rows, expected at most {LONGEST}$",
     ),
     (
-        "device-sequence-past-int32",
+        "device-sequence-past-the-longest",
         later(seqstart_q=[0, 5], seqstart_k=OnDevice([0, 5])),
         None,
         5,
         2**40,
         ValueError,
-        rf"k: .*{2**40} rows, expected at most {INT32_MAX}; give SeqLayout\(max_seqlen_k",
+        rf"k: .*{2**40} rows, expected at most {LONGEST}; give SeqLayout\(max_seqlen_k",
     ),
 ]
 
@@ -181,8 +181,8 @@ def test_bind_refuses(
             bind(seqs, batch=count, rows_q=rows_q, rows_k=rows_k)
 
 
-def test_a_sequence_of_int32_max_rows_is_legal() -> None:
-    assert batch(None, 1, INT32_MAX, 5).q.max_seqlen == INT32_MAX
+def test_the_longest_sequence_is_legal() -> None:
+    assert batch(None, 1, LONGEST, 5).q.max_seqlen == LONGEST
 
 
 def test_lengths_of_a_dense_batch() -> None:
