@@ -55,7 +55,8 @@ class Tiles:
         side = lengths.q if self.side == "q" else lengths.k
         tiles = tile_count(side, lengths.batch, self.rows, packed=lengths.packed)
         count = min(checked(self.side, tiles * self.heads, self.rows), self.most)
-        return max(count, self.least) * self.blocks_each + self.extra_blocks
+        blocks = max(count, self.least) * self.blocks_each + self.extra_blocks
+        return checked(self.side, blocks, self.rows)
 
 
 def checked(argument: str, blocks: int, rows: int) -> int:

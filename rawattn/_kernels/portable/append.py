@@ -132,10 +132,10 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
             values[f"{name}_row"] = operands.option_strides[name][0] // itemsize
         values["positions"] = rotary.positions
         names += ("cos", "sin")
-    heads = checked("k", rows * (nheads_q + 2 * problem.nheads_kv), 1)
+    blocks = config.blocks(rows * (nheads_q + 2 * problem.nheads_kv), target.wave)
     step = Step(
         source=config.source(),
-        blocks=config.blocks(heads, target.wave),
+        blocks=checked("k", blocks, 1),
         threads=THREADS,
         params=structs.fill(struct, values),
         patches=(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _AROUND = 3
 # Rounds of blocks beyond which the end of a schedule no longer matters.
 _ROUNDS = 16
+# The most query rows of a section, which kernels count in 32 bits.
+_MOST_QUERIES = 2**31 - 1
 # The fraction of the time that larger sections must save, because they read queries from DRAM more often.
 _WORTH_IT = 0.03
 
@@ -46,7 +48,9 @@ def section_queries(
         turns_of_blocks(problem, config, rows_q, rows_k, parts),
         target.multiprocessors * config.blocks_per_sm,
     )
-    return fitting if together == least else heads * rows_q // -(-heads // together) + 1
+    if together == least:
+        return fitting
+    return min(heads * rows_q // -(-heads // together) + 1, _MOST_QUERIES)
 
 
 def turns_of_blocks(

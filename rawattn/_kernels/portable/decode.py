@@ -141,10 +141,9 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
     rows = problem.max_seqlen_q * group
     if rows > MOST_ROWS and decode_tiles.sharing_keys(problem) * _HEADS_OF_TILE > group:
         return f"{rows} query rows share keys, more than {MOST_ROWS}"
-    if (
-        problem.batch * problem.nheads_q * problem.max_seqlen_q * problem.max_seqlen_k
-        >= _MOST_SCORES
-    ):
+    # A query tile of few keys, or of none, has a unit of the line too.
+    keys = round_up(max(problem.max_seqlen_k, 1), 16)
+    if problem.batch * problem.nheads_q * problem.max_seqlen_q * keys >= _MOST_SCORES:
         return "its key tiles are more than an int counts"
     if problem.mask is not None and problem.mask.dtype == "kept":
         return "the mask of gathered keys has lists, not bits alone"

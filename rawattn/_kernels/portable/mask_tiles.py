@@ -218,7 +218,7 @@ def lists(
     shared = mask[0] == 1 and not problem.ragged
     sequences = 1 if shared else problem.batch
     count = rows // tile + problem.batch if problem.packed else tiles * sequences
-    capacity = others * parts
+    capacity = checked("mask", others * parts, tile_q if of_keys else tile_k)
     found = {
         "block_mask.lists.sequence": 0 if shared else 1 if problem.packed else tiles,
         "block_mask.lists.nheads": heads,

@@ -208,6 +208,9 @@ def may_split_keys(problem: Problem, seqlen: int) -> bool:
     """
     if problem.num_splits is not None:
         return False
+    # An int counts the units of a line. Only pages have room for more keys.
+    if problem.rows_k > MAX_ROWS:
+        return False
     longest = time_estimate.fewest_and_most_keys(problem)[1]
     if time_estimate.splits_by_length(problem):
         # The host does not know the lengths of a mask's lists.
