@@ -10,6 +10,7 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout
+from rawattn._call.integers import LONGEST
 from rawattn._call.layout import Lengths
 from rawattn._call.pages import PagedLayout
 from rawattn._call.problem import Problem, describe
@@ -39,12 +40,12 @@ def broadcast(*shape: int, dtype: Any = np.float16) -> np.ndarray:
 @pytest.mark.parametrize("axis", [2, 3])
 def test_axes_of_a_bias_and_a_mask(name: str, axis: int) -> None:
     shape = [1, 1, 21, 21]
-    shape[axis] = INT32_MAX
+    shape[axis] = LONGEST
     dtype = np.float16 if name == "bias" else np.bool_
     starts = SeqLayout(seqstart_q=[0, 5, 15], seqstart_k=[0, 7, 21])
     problem(PACKED, seqs=starts, **{name: broadcast(*shape, dtype=dtype)})
     shape[axis] += 1
-    with pytest.raises(ValueError, match=rf"^{name}: got shape .*both at most {INT32_MAX}"):
+    with pytest.raises(ValueError, match=rf"^{name}: got shape .*both at most {LONGEST}"):
         problem(PACKED, seqs=starts, **{name: broadcast(*shape, dtype=dtype)})
 
 

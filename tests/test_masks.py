@@ -162,6 +162,16 @@ def test_it_lies_beside_q() -> None:
         ({"mask": np.ones((2, 2), bool), "batch": None}, TypeError, "batch: got None.*an int"),
         ({"predicate": "True", "seqlen_q": 2**31, "seqlen_k": 1}, ValueError, "seqlen_q: got 2147"),
         (
+            {"mask": np.broadcast_to(True, (2**31, 1))},
+            ValueError,
+            "mask: got shape .*at most 2147418112",
+        ),
+        (
+            {"ranges": np.broadcast_to(np.int32(0), (1, 2**31, 1, 2)), "seqlen_k": 1},
+            ValueError,
+            "ranges: got shape .*at most 2147418112",
+        ),
+        (
             {"ranges": [[[[0, 3]], [[1, 2], [3, 4]]]], "seqlen_k": 7},
             ValueError,
             r"^ranges: got lists of unequal lengths.*\[0, 0\] being an empty one",

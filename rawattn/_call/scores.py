@@ -11,6 +11,7 @@ from rawattn._call import option_advice
 from rawattn._call import options as _options
 from rawattn._call.dtypes import DTYPE_NAMES
 from rawattn._call.hints import padding_mask
+from rawattn._call.integers import LONGEST
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import SCORE_NUMBERS, ArrayForm, Options
 from rawattn._interop.advice import cast
@@ -168,10 +169,10 @@ def four_axes(
     if shapes.packed:
         longest = tuple(map(_longest, (lengths.q, lengths.k)))
         good = good and all(n == 1 or n >= most for n, most in zip(whole[2:], longest, strict=True))
-        good = good and max(whole[2:]) <= _INT32_MAX
+        good = good and max(whole[2:]) <= LONGEST
         rows = f"1 or >= {longest[0]} (longest sequence), 1 or >= {longest[1]}"
-        if max(whole[2:]) > _INT32_MAX:
-            rows += f", both at most {_INT32_MAX}"
+        if max(whole[2:]) > LONGEST:
+            rows += f", both at most {LONGEST}"
     else:
         good = good and whole[2] in (1, shapes.rows_q) and whole[3] in (1, shapes.rows_k)
         rows = f"1 or {shapes.rows_q} (seqlen_q), 1 or {shapes.rows_k} (seqlen_k)"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rawattn._call.argument_kinds import checks_arguments
+from rawattn._call.integers import LONGEST
 from rawattn._call.options import for_message, nonnegative_int
 from rawattn._interop import arrays, dynamo
 from rawattn._interop.advice import cast
@@ -19,7 +20,6 @@ from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask, bits_view, from_filled, map_view, zeroed_buffers
 from rawattn._masks.layout import GRANULE_ROWS, Shape
 
-_INT32_MAX = 2**31 - 1
 # Names of axes in FlexAttention, and what they are called here.
 _FLEX = {"B": "batch", "H": "nheads", "Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k"}
 _AXES = ("batch", "nheads", "seqlen_q", "seqlen_k")
@@ -155,9 +155,9 @@ def refuse_tracers(given: Mapping[str, Any]) -> None:
 
 def _extent(name: str, value: Any) -> int:
     """The extent of an axis as a Python int: arithmetic on NumPy integers could wrap around."""
-    accepted = f"an int from 0 to {_INT32_MAX}"
+    accepted = f"an int from 0 to {LONGEST}"
     size = nonnegative_int(name, value, accepted)
-    if size > _INT32_MAX:
+    if size > LONGEST:
         raise ValueError(f"{name}: got {size}, expected {accepted}")
     return size
 
@@ -176,6 +176,10 @@ def _of_bools(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
                 "seqlen_k)"
             )
         whole: Shape = (1,) * (4 - keep.ndim) + keep.shape
+        if max(whole) > LONGEST:
+            raise ValueError(
+                f"mask: got shape {keep.shape}, expected at most {LONGEST} along each axis"
+            )
         for axis, (name, wanted) in enumerate(zip(_AXES, shape, strict=True)):
             said = wanted is not None and (axis >= 2 or wanted != 1)
             if said and whole[axis] not in (1, wanted):
@@ -215,6 +219,10 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
             )
         if ranges.ndim != 4 or ranges.shape[3] != 2:
             raise ValueError(f"ranges: got shape {ranges.shape}, expected {accepted}")
+        if max(ranges.shape) > LONGEST:
+            raise ValueError(
+                f"ranges: got shape {ranges.shape}, expected at most {LONGEST} along each axis"
+            )
         batch, heads, rows, keys = shape
         if heads != 1:
             raise ValueError(
