@@ -42,6 +42,18 @@ ARGUMENTS = [
         ValueError,
         "k_pages: got shape (8,), expected (num_pages, page_size, nheads_kv, D)",
     ),
+    Mistake(
+        "rawattn.BlockMask(np.ones((5, 7), bool))",
+        TypeError,
+        "BlockMask: got a call, but a mask is made by rawattn.block_mask(mask)",
+    ),
+    Mistake("rawattn.BlockMask(mask=None)", TypeError, "BlockMask: got a call, but a mask is made"),
+    Mistake(
+        "rawattn.Plan(attention, q, k, v)",
+        TypeError,
+        "Plan: got a call, but a plan is made by rawattn.plan(rawattn.attention, q, k, v, ...)",
+    ),
+    Mistake("rawattn.Plan()", TypeError, "Plan: got a call, but a plan is made by rawattn.plan("),
     Mistake("attention((q, k, v))", TypeError, "k: rawattn.attention got none...write *qkv"),
     Mistake(
         "rawattn.combine([(out, lse), (out, lse)])",

@@ -74,6 +74,14 @@ class BlockMask:
         "shape",
     )
 
+    def __new__(cls, *args: Any, **named: Any) -> BlockMask:
+        if not (args and isinstance(args[0], tuple)):
+            raise TypeError(
+                "BlockMask: got a call, but a mask is made by rawattn.block_mask(mask), of a predicate or of ranges, or by "
+                "rawattn.topk_mask(scores, k); call one of them"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         buffers: tuple[Any, Any, Any],

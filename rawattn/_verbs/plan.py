@@ -76,6 +76,13 @@ class Plan:
     True
     """
 
+    def __new__(cls, *args: Any, **named: Any) -> Plan:
+        if cls is Plan and not (args and isinstance(args[0], Verb)):
+            raise TypeError(
+                "Plan: got a call, but a plan is made by rawattn.plan(rawattn.attention, q, k, v, ...); call that"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         verb: Verb,
