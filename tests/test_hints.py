@@ -78,6 +78,9 @@ def test_padding_mask() -> None:
         assert hint.startswith("; this looks like a padding mask")
         assert "SeqLayout.from_padding_mask(mask)" in hint
         assert "mask[:, None, None, :]" in hint
+        assert "; this looks like" in (hint := hints.padding_mask(mask, 2, 5, 7, in_pages=True))
+        assert "seqlen_k=mask.sum(1)" in hint
+        assert "SeqLayout" not in hint  # with pages its lengths are those of q alone
     for mask in ((3, 7), (2, 6), (2, 1, 1, 7), (7,)):
         assert hints.padding_mask(mask, 2, 5, 7) == ""
 

@@ -54,6 +54,12 @@ ARGUMENTS = [
         "Plan: got a call, but a plan is made by rawattn.plan(rawattn.attention, q, k, v, ...)",
     ),
     Mistake("rawattn.Plan()", TypeError, "Plan: got a call, but a plan is made by rawattn.plan("),
+    Mistake(
+        f"paged_attention({PAGES}, seqlen_k=[5, 7], mask=np.ones((2, 8), bool))",
+        ValueError,
+        "mask: got shape (2, 8)...looks like a padding mask (batch, seqlen): where padding comes last pass "
+        "seqlen_k=mask.sum(1), for a mask of the keys, else mask=mask[:, None, None, :]",
+    ),
     Mistake("attention((q, k, v))", TypeError, "k: rawattn.attention got none...write *qkv"),
     Mistake(
         "rawattn.combine([(out, lse), (out, lse)])",

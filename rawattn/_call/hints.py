@@ -76,13 +76,20 @@ def _swapped(shape: Shape) -> Shape:
     return (*shape[:-3], shape[-2], shape[-3], shape[-1])
 
 
-def padding_mask(mask: Shape, batch: int, seqlen_q: int, seqlen_k: int) -> str:
+def padding_mask(
+    mask: Shape, batch: int, seqlen_q: int, seqlen_k: int, in_pages: bool = False
+) -> str:
     """Advice for a `mask` that has the shape of a padding mask, else ""."""
     if len(mask) != 2 or mask[0] != batch or mask[1] not in (seqlen_q, seqlen_k):
         return ""
+    lengths = (
+        "seqlen_k=mask.sum(1), for a mask of the keys,"
+        if in_pages
+        else "seqs=SeqLayout.from_padding_mask(mask),"
+    )
     return (
-        "; this looks like a padding mask (batch, seqlen): where padding comes last pass "
-        "seqs=SeqLayout.from_padding_mask(mask), else mask=mask[:, None, None, :] (True = keep)"
+        f"; this looks like a padding mask (batch, seqlen): where padding comes last pass {lengths} "
+        "else mask=mask[:, None, None, :] (True = keep)"
     )
 
 

@@ -22,7 +22,10 @@ _INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 
 
 class Shapes(NamedTuple):
-    """The shapes of a call, which arrays of options broadcast to. group: positions count inside each sequence."""
+    """The shapes of a call, which arrays of options broadcast to.
+
+    by_position: whether rows and keys count inside each sequence, as in packed batches and in pages.
+    """
 
     dtype: np.dtype[Any]
     batch: int
@@ -30,7 +33,7 @@ class Shapes(NamedTuple):
     nheads_kv: int
     rows_q: int
     rows_k: int
-    packed: bool
+    by_position: bool
     framework: str | None = None  # of the caller's arrays, for messages; None if unknown
 
 
@@ -166,7 +169,7 @@ def four_axes(
     whole = (1,) * (4 - len(shape)) + tuple(shape)
     nheads = (1, shapes.nheads_kv, shapes.nheads_q)
     good = len(shape) <= 4 and whole[0] in (1, shapes.batch) and whole[1] in nheads
-    if shapes.packed:
+    if shapes.by_position:
         longest = tuple(map(_longest, (lengths.q, lengths.k)))
         good = good and all(n == 1 or n >= most for n, most in zip(whole[2:], longest, strict=True))
         good = good and max(whole[2:]) <= LONGEST
@@ -177,7 +180,8 @@ def four_axes(
         good = good and whole[2] in (1, shapes.rows_q) and whole[3] in (1, shapes.rows_k)
         rows = f"1 or {shapes.rows_q} (seqlen_q), 1 or {shapes.rows_k} (seqlen_k)"
     if not good:
-        hint = padding_mask(tuple(shape), shapes.batch, shapes.rows_q, shapes.rows_k)
+        rows_of_each = shapes.rows_q, shapes.rows_k
+        hint = padding_mask(tuple(shape), shapes.batch, *rows_of_each, shapes.by_position)
         raise ValueError(
             f"{name}: got shape {tuple(shape)}, expected at most four axes that broadcast to "
             f"(1 or {shapes.batch} (batch), 1, {shapes.nheads_kv} (nheads_kv) or "
