@@ -60,6 +60,16 @@ ARGUMENTS = [
         "mask: got shape (2, 8)...looks like a padding mask (batch, seqlen): where padding comes last pass "
         "seqlen_k=mask.sum(1), for a mask of the keys, else mask=mask[:, None, None, :]",
     ),
+    Mistake(
+        "attention_vjp(query=q, key=k, value=v)",
+        TypeError,
+        "query: rawattn.attention_vjp has no such argument; pass q, k and v, in this order",
+    ),
+    Mistake(
+        "attention_vjp(q, k, value=v)",
+        TypeError,
+        "value: rawattn.attention_vjp has no such argument; pass q, k and v, in this order",
+    ),
     Mistake("attention((q, k, v))", TypeError, "k: rawattn.attention got none...write *qkv"),
     Mistake(
         "rawattn.combine([(out, lse), (out, lse)])",

@@ -108,19 +108,21 @@ def _joined(args: Sequence[Any], missing: str) -> str:
 
 
 def checks_arguments(
-    function: str,
+    function: str, passed_on: Sequence[str] | None = None
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorator: the function then refuses misplaced, missing and unknown arguments with the library's own messages.
 
-    function: its name in messages.
+    function: its name in messages. passed_on: the names that its ``**`` keywords may have; None if it refuses others itself.
     """
 
     def decorate(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         signature = inspect.signature(call)
         kinds = argument_kinds(function, signature)
+        if passed_on is not None:
+            kinds = kinds._replace(by_name=(*passed_on, *kinds.by_name), takes_others=False)
         accepted = {*kinds.by_position, *kinds.by_name}
         # Read from the code, not the signature: a function whose signature hides its **unknown refuses these itself.
-        hands_on = bool(call.__code__.co_flags & inspect.CO_VARKEYWORDS)
+        hands_on = passed_on is None and bool(call.__code__.co_flags & inspect.CO_VARKEYWORDS)
 
         # The number of required arguments if all of them may come by position, else -1.
         plain = len(kinds.required) if not {*kinds.required} & {*kinds.by_name} else -1
@@ -138,7 +140,7 @@ def checks_arguments(
             check_arguments(kinds, args, options)
             if not hands_on and not options.keys() <= accepted:
                 unknown = [name for name in options if name not in accepted]
-                refuse_unknown(function, unknown, signature.parameters)
+                refuse_unknown(function, unknown, (*kinds.by_position, *kinds.by_name))
             return call(*args, **options)
 
         return checked

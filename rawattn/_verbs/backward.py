@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from rawattn._call.argument_kinds import checks_arguments
 from rawattn._call.gradients import Gradients, wanted
-from rawattn._call.hints import refuse_unknown
 from rawattn._call.options import AttentionOptions, Options, flag
 from rawattn._call.signatures import options_of, takes_options
 from rawattn._masks.block_mask import memo_of
@@ -148,8 +147,6 @@ def gradients(names: tuple[str, ...], score_mod: Any, results: Sequence[Any]) ->
 
 
 _FORWARD_ALONE = "num_splits", "out"  # options that the backward does not take
-_VJP_OPTIONS = tuple(CallOptions.__annotations__)
-_VJP_NAMES = ("q", "k", "v", *_VJP_OPTIONS, "deterministic", "return_lse")
 
 # The forward of a vjp. Its caller computes the gradients, so a tensor that requires one is accepted and read as its values.
 _UNTRACKED = replace(FORWARD, refuses_gradients=False)
@@ -214,7 +211,7 @@ def attention_vjp(
 ) -> tuple[ArrayT | tuple[ArrayT, Any], Pullback]: ...
 
 
-@checks_arguments("rawattn.attention_vjp")
+@checks_arguments("rawattn.attention_vjp", tuple(CallOptions.__annotations__))
 def attention_vjp(
     q: Any, k: Any, v: Any, *, deterministic: bool = False, return_lse: bool = False, **options: Any
 ) -> tuple[Any, Pullback]:
@@ -262,8 +259,6 @@ def attention_vjp(
     array([1.833, 0.833, 0.333], dtype=float32)
     """
     return_lse, deterministic = flag("return_lse", return_lse), flag("deterministic", deterministic)
-    if unknown := [name for name in options if name not in _VJP_OPTIONS]:
-        refuse_unknown("rawattn.attention_vjp", unknown, _VJP_NAMES)
     out, lse = _forward(q, k, v, **options)
     for name in _FORWARD_ALONE:
         options.pop(name, None)
