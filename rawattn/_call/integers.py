@@ -16,11 +16,10 @@ from rawattn._interop.arrays import (
     import_array,
     on_stream_of,
 )
-from rawattn._interop.integers import as_array, import_integers, of_torch
+from rawattn._interop.integers import INTEGERS, as_array, import_integers, of_torch
 
 Integers = NDArray[np.integer[Any]]
 
-_DTYPES = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 _INT = {int}
 # Up to so many integers, loops over a Python list find their maximum and check their order faster than NumPy does.
 FEW = 64
@@ -87,13 +86,13 @@ def read_in_place(name: str, value: Any) -> Any:
     """`read`, but a CUDA tensor of torch becomes `TensorIntegers`, the form in which a layout keeps it."""
     kind, array = type(value), None
     # The common types come first, each with a short path.
-    if kind is np.ndarray and value.dtype in _DTYPES:
+    if kind is np.ndarray and value.dtype in INTEGERS:
         array = value.copy()
     elif kind is list and set(map(type, value)) == _INT:
         with contextlib.suppress(OverflowError):  # an int that int64 cannot hold is refused below
             array = np.array(value, np.int64)
     elif kind is getattr(sys.modules.get("cupy"), "ndarray", None):
-        if value.dtype in _DTYPES and value.ndim == 1 and value.size and value._c_contiguous:
+        if value.dtype in INTEGERS and value.ndim == 1 and value.size and value._c_contiguous:
             return value
     elif framework_of(value) == "torch" and (tensor := of_torch(value)) is not None and tensor.size:
         return tensor
@@ -121,7 +120,7 @@ def _imported(name: str, value: Any) -> Any:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         raise TypeError(_one_int(name, int(value)))
     if xla.is_traced(value):
-        if value.dtype not in _DTYPES:
+        if value.dtype not in INTEGERS:
             raise TypeError(f"{name}: got {value.dtype}; accepted are int32 and int64 arrays")
         return value
     array = import_integers(name, value)

@@ -13,6 +13,7 @@ from rawattn._call.given import read_side
 from rawattn._call.hints import layout_advice
 from rawattn._call.layout import Lengths, Side, side_of
 from rawattn._call.seq_layout import SeqLayout
+from rawattn._interop.integers import INTEGERS
 
 MAX_PAGE_SIZE = 1024
 AXES = {
@@ -220,7 +221,7 @@ def form(layout: Any, rows: Shape, k_pages: Shape, v_pages: Shape, table: Any) -
             f"{MAX_PAGE_SIZE}; a pool that is (num_pages, nheads_kv, page_size, D) is passed as a view with these two "
             "axes swapped"
         )
-    if table.dtype not in (np.int32, np.int64):
+    if table.dtype not in INTEGERS:
         raise TypeError(f"block_table: got dtype {table.dtype}, expected int32 or int64")
     has_indptr = layout.indptr is not None
     if len(table.shape) != (1 if has_indptr else 2):

@@ -15,10 +15,10 @@ from rawattn._call.integers import LONGEST
 from rawattn._call.layout import Lengths, Side
 from rawattn._call.options import SCORE_NUMBERS, ArrayForm, Options
 from rawattn._interop.advice import cast
+from rawattn._interop.integers import INTEGERS
 
 _INT32_MAX = 2**31 - 1  # the kernels count an array's axes in 32 bits
 _FLOAT32 = np.dtype(np.float32)
-_INTEGERS = {np.dtype(np.int32): "int32", np.dtype(np.int64): "int64"}
 
 
 class Shapes(NamedTuple):
@@ -131,13 +131,13 @@ def _wrong_dtype(name: str, array: Any, accepted: str, shapes: Shapes) -> TypeEr
 
 
 def _seed(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:
-    if array.dtype not in _INTEGERS:
+    if array.dtype not in INTEGERS:
         raise TypeError(
             f"{name}: got dtype {array.dtype}, expected int32 or int64, or an int{option_advice.seed(array, shapes.framework)}"
         )
     if int(np.prod(array.shape)) != 1:
         raise ValueError(f"{name}: got shape {array.shape}, expected an array of one element")
-    return ArrayForm(_INTEGERS[array.dtype], (), tuple(array.shape))
+    return ArrayForm(array.dtype.name, (), tuple(array.shape))
 
 
 _CHECKS: dict[str, Callable[[str, Any, Shapes, Lengths], ArrayForm]] = {

@@ -26,7 +26,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _BFLOAT_CODE = 4
 # Of all formats of 8 bits, so that a call can refuse by name those that it does not read.
-_FLOAT8_CODES = {
+FLOAT8_CODES = {
     np.dtype(getattr(ml_dtypes, name)): code
     for name, code in (
         ("float8_e4m3b11fnuz", 9),
@@ -41,12 +41,12 @@ _DTYPES = {
     **{(1, bits): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     **{(2, bits): np.dtype(f"float{bits}") for bits in (16, 32, 64)},
     (_BFLOAT_CODE, 16): BFLOAT16,
-    **{(code, 8): dtype for dtype, code in _FLOAT8_CODES.items()},
+    **{(code, 8): dtype for dtype, code in FLOAT8_CODES.items()},
     **{(5, bits): np.dtype(f"complex{bits}") for bits in (64, 128)},
     (6, 8): np.dtype(bool),
 }
 # DLPack type codes of the dtypes that NumPy itself does not have.
-_CODES = {BFLOAT16: _BFLOAT_CODE, **_FLOAT8_CODES}
+_CODES = {BFLOAT16: _BFLOAT_CODE, **FLOAT8_CODES}
 
 
 class _DLTensor(ctypes.Structure):

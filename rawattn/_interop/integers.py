@@ -16,8 +16,8 @@ from rawattn._interop.xla import is_traced
 if TYPE_CHECKING:
     import cupy
 
-# A set of dtypes, since comparing a dtype with a type such as np.int32 first makes a dtype of the type.
-_INTEGERS = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
+# The dtypes of integer arrays. A set of dtypes, since comparing a dtype with np.int32 first makes a dtype of that type.
+INTEGERS = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
 
 
 def import_integers(
@@ -35,7 +35,7 @@ def import_integers(
         )
     else:
         array = import_array(name, obj, stream=stream).array
-    if array.dtype not in _INTEGERS:
+    if array.dtype not in INTEGERS:
         listed = isinstance(obj, (list, tuple, range))
         variable = name.rpartition(" ")[2]  # of "block_table's indptr"
         fix = "" if listed else f"; convert it, as by {cast(framework_of(obj), variable, 'int32')}"
@@ -93,7 +93,7 @@ def of_torch(tensor: Any) -> TensorIntegers | None:
         return None
     (address,), (shape, dense, dtype, device, _), _ = read
     known = native.dtype_of(dtype)
-    if dense is not True or len(shape) != 1 or known not in _INTEGERS:
+    if dense is not True or len(shape) != 1 or known not in INTEGERS:
         return None
     if not native.is_cupy_current(native.stream(device), device):
         return None

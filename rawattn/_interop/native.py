@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
-from rawattn._interop import streams
+from rawattn._interop import dlpack, streams
 from rawattn._interop.readers import Attributes
 from rawattn._strides import contiguous
 
@@ -225,10 +225,11 @@ class Torch(_GeneratedReaders):
             torch.int64: np.dtype(np.int64),
             torch.bool: np.dtype(np.bool_),
         }
-        # All formats of 8 bits that torch has: calls refuse those that they do not read, by name.
-        for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"):
-            if hasattr(torch, name):
-                self._of_torch[getattr(torch, name)] = np.dtype(getattr(ml_dtypes, name))
+        self._of_torch |= {
+            getattr(torch, dtype.name): dtype
+            for dtype in dlpack.FLOAT8_CODES
+            if hasattr(torch, dtype.name)
+        }
         self._to_torch = {dtype: name for name, dtype in self._of_torch.items()}
         self._devices: dict[int, Any] = {}
         self._make_device = torch.device

@@ -15,6 +15,7 @@ from rawattn._call.options import for_message, nonnegative_int
 from rawattn._interop import arrays, dynamo
 from rawattn._interop.advice import cast
 from rawattn._interop.arrays import HOST
+from rawattn._interop.integers import INTEGERS
 from rawattn._interop.xla import is_traced
 from rawattn._masks import host
 from rawattn._masks.block_mask import BlockMask, bits_view, from_filled, map_view, zeroed_buffers
@@ -212,7 +213,7 @@ def _of_ranges(given: Any, shape: tuple[int | None, ...]) -> BlockMask:
     with arrays.on_stream_of(given, arrays.framework_of(given)) as stream:
         imported = arrays.import_array("ranges", given, stream=stream)
         ranges = imported.array
-        if ranges.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        if ranges.dtype not in INTEGERS:
             fix = cast(imported.framework, "ranges", "int32")
             raise TypeError(
                 f"ranges: got dtype {ranges.dtype}, expected int32 or int64; convert it, as by {fix}"
