@@ -126,7 +126,7 @@ CUDA = {"language": "cuda"}
         ("score * x", {"x": np.float64(-1e39)}, ValueError, "x: got -1e\\+39, expected a float that"),
         ("score / x", {"x": 1e-50}, ValueError, "x: got 1e-50, expected a float that float32 holds"),
         ("score * x", {"x": -1e39}, ValueError, "x: .*; pass float\\('-inf'\\) if that is meant"),
-        ("score", {"x": 1}, ValueError, "score_mod: got a captured 'x', which the text does not use"),
+        ("score", {"x": 1}, ValueError, "score_mod: got a captured 'x', which the text does not use; leave it out"),
         ("score", {"head": 1}, ValueError, "score_mod: got a captured 'head', but the language"),
         ("score", {"lambda": 1}, ValueError, "score_mod: got a captured 'lambda', expected a name"),
         ("score", {"a b": 1}, ValueError, "score_mod: got a captured 'a b', expected a name"),

@@ -56,6 +56,19 @@ _ELSEWHERE = {
         "batch_idx": "batch",
     },
 }
+# Functions of NumPy, torch and C, and how this dialect writes them: for hints in errors.
+_FUNCTIONS_ELSEWHERE = {
+    **dict.fromkeys(("pow", "power"), "x ** 2"),
+    **dict.fromkeys(("minimum", "fmin"), "min(...)"),
+    **dict.fromkeys(("maximum", "fmax"), "max(...)"),
+    **dict.fromkeys(("fabs", "absolute"), "abs(...)"),
+    **dict.fromkeys(("clip", "clamp"), "min(max(x, low), high)"),
+    "sigmoid": "1 / (1 + exp(-x))",
+    "relu": "max(x, 0)",
+    "exp2": "exp(x * log(2))",
+}
+# Signs of C in a text that is not Python's, and what Python has for them.
+_SIGNS_ELSEWHERE = {"&&": "and", "||": "or", "?": "a if c else b"}
 
 _ARITHMETIC: dict[type[ast.operator], str] = {
     ast.Add: "add",
@@ -107,8 +120,10 @@ def parse(argument: str, text: str, names: Names, *, has_score: bool) -> Express
         tree = ast.parse(line, mode="eval")
     except SyntaxError as error:
         column = error.offset - 1 if error.offset else len(line)  # 0 where the text ends too early
+        instead = next((name for sign, name in _SIGNS_ELSEWHERE.items() if sign in line), None)
+        hint = f"; write `{instead}`" if instead else ""
         raise ValueError(
-            f"{argument}: {error.msg}, expected one expression\n  {line}\n  {' ' * column}^"
+            f"{argument}: {error.msg}, expected one expression{hint}\n  {line}\n  {' ' * column}^"
         ) from None
     except (RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"{argument}: the text cannot be parsed: {error}") from None
@@ -249,7 +264,8 @@ class _Checker:
         x, exponent = self(node.left, depth), self(node.right, depth)
         if exponent.op != "const" or exponent.type == BOOL or not math.isfinite(exponent.value):
             self._refuse(
-                node, "a power; accepted as an exponent is a number written out, as in `x ** 2`"
+                node,
+                "a power; accepted as an exponent is a number written out, as in `x ** 2`; another power is `exp(y * log(x))`",
             )
         n = exponent.value
         x = converted(x, common_type((x, exponent), INT))
@@ -296,9 +312,10 @@ class _Checker:
         if name in self._names.arrays:
             self._refuse(node, f"a call of an array; index it with brackets, as in `{name}[...]`")
         if name is None or name not in FUNCTIONS:
-            hint = ""
-            if isinstance(node.func, ast.Attribute) and node.func.attr in FUNCTIONS:
-                hint = f"; write `{node.func.attr}(...)`"
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else name or ""
+            own = f"{called}(...)" if called in FUNCTIONS else None
+            instead = _FUNCTIONS_ELSEWHERE.get(called, own)
+            hint = f"; write `{instead}`" if instead else ""
             self._refuse(node, f"an unknown function; known are {', '.join(FUNCTIONS)}{hint}")
         if node.keywords:
             self._refuse(node, "a call with keywords; arguments are given by position")

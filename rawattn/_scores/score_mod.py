@@ -395,7 +395,9 @@ def _refuse_unused(argument: str, text: ScoreText) -> None:
     names = (*(name for name, *_ in text.arrays), *(name for name, _ in text.scalars))
     for name in names:
         if name not in words:
-            raise ValueError(f"{argument}: got a captured {name!r}, which the text does not use")
+            raise ValueError(
+                f"{argument}: got a captured {name!r}, which the text does not use; leave it out"
+            )
 
 
 def _repr_of(name: str, it: ScoreMod | Predicate) -> str:
