@@ -18,6 +18,21 @@ LENGTHS = [
         "lengths_q: got generator; accepted are int32 and int64 arrays and lists of int; pass a list, list(lengths_q)",
     ),
     Mistake(
+        "SeqLayout.from_lengths(None)",
+        TypeError,
+        "lengths_q: got NoneType; accepted are int32 and int64 arrays and lists of int",
+    ),
+    Mistake(
+        "SeqLayout(seqlen_k='3 7')",
+        TypeError,
+        "seqlen_k: got str; accepted are int32 and int64 arrays and lists of int",
+    ),
+    Mistake(
+        "SeqLayout(seqlen_k=7.0)",
+        TypeError,
+        "seqlen_k: got float; accepted are int32 and int64 arrays and lists of int",
+    ),
+    Mistake(
         "SeqLayout(seqlen_q=map(int, '32'))",
         TypeError,
         "seqlen_q: got map; accepted are int32 and int64 arrays and lists of int; pass a list, list(",

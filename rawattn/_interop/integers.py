@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # The dtypes of integer arrays. A set of dtypes, since comparing a dtype with np.int32 first makes a dtype of that type.
 INTEGERS = frozenset({np.dtype(np.int32), np.dtype(np.int64)})
+_ACCEPTED = "accepted are int32 and int64 arrays and lists of int"
 
 
 def import_integers(
@@ -29,19 +30,18 @@ def import_integers(
     """
     if isinstance(obj, (list, tuple, range)):
         array = _array_of_lists(name, obj)
-    elif not hasattr(obj, "__dlpack__") and is_lazy(obj):
-        raise TypeError(
-            f"{name}: got {type(obj).__name__}; accepted are int32 and int64 arrays and lists of int; pass a list, list({name})"
-        )
+    elif not hasattr(obj, "__dlpack__") and (
+        obj is None or isinstance(obj, (str, float)) or is_lazy(obj)
+    ):
+        fix = f"; pass a list, list({name})" if is_lazy(obj) else ""
+        raise TypeError(f"{name}: got {type(obj).__name__}; {_ACCEPTED}{fix}")
     else:
         array = import_array(name, obj, stream=stream).array
     if array.dtype not in INTEGERS:
         listed = isinstance(obj, (list, tuple, range))
         variable = name.rpartition(" ")[2]  # of "block_table's indptr"
         fix = "" if listed else f"; convert it, as by {cast(framework_of(obj), variable, 'int32')}"
-        raise TypeError(
-            f"{name}: got {array.dtype}; accepted are int32 and int64 arrays and lists of int{fix}"
-        )
+        raise TypeError(f"{name}: got {array.dtype}; {_ACCEPTED}{fix}")
     return array
 
 
