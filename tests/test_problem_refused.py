@@ -95,7 +95,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("align-none", {"align": None}, TypeError, r"align: got None .*'bottom-right' or 'top-left'"),
     ("align-list", {"align": ["top-left"]}, TypeError, r"align: got \['top-left'\] .*'bottom-r"),
     ("window-int", {"window": 5}, TypeError, r"window: got 5 \(int\), expected a tuple"),
-    ("window-list", {"window": [5, 0]}, TypeError, r"window: got \[5, 0\] \(list\).*a tuple"),
+    ("window-list", {"window": [5, 0]}, TypeError, r"window: got \[5, 0\] \(list\).*a tuple.*tuple\(window\)"),
     ("window-one", {"window": (5,)}, ValueError, r"window: got \(5,\) .*\(left, right\)"),
     ("window-three", {"window": (5, 0, 1)}, ValueError, r"window: got \(5, 0, 1\) .*\(left, right"),
     ("window-minus-1", {"window": (-1, 0)}, ValueError, r"window: got -1, .*>= 0, or None"),

@@ -254,7 +254,7 @@ OPTIONS = [
     Mistake(
         "attention(q, k, v, window=256)",
         TypeError,
-        "window: got 256 (int), expected a tuple (left, ",
+        "window: got 256 (int), expected a tuple (left, ...; 256 keys on each side are window=(256, 256), those before a",
     ),
     Mistake(
         "attention(q, k, v, scale=float('nan'))",

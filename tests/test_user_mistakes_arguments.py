@@ -70,6 +70,11 @@ ARGUMENTS = [
         TypeError,
         "value: rawattn.attention_vjp has no such argument; pass q, k and v, in this order",
     ),
+    Mistake(
+        "attention(q, k, v, return_lse=True, out=(out, lse))",
+        TypeError,
+        "out: got tuple; accepted are NumPy and CuPy arrays...; pass one array to write, or leave it out",
+    ),
     Mistake("attention((q, k, v))", TypeError, "k: rawattn.attention got none...write *qkv"),
     Mistake(
         "rawattn.combine([(out, lse), (out, lse)])",

@@ -149,10 +149,18 @@ def window(options: Options) -> tuple[int | None, int | None]:
     return left, 0 if causal(options) else right
 
 
+def _one_sided(given: Any) -> str:
+    """Advice for a `window` that is one number, which other libraries take; "" for anything else."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        return ""
+    return f"; {given} keys on each side are window=({given}, {given}), those before a row alone ({given}, 0)"
+
+
 def _window(given: Any) -> tuple[int | None, int | None]:
     accepted = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if not isinstance(given, tuple):
-        raise TypeError(f"window: got {for_message(given)}, expected {accepted}")
+        fix = "; write window=tuple(window)" if isinstance(given, list) else _one_sided(given)
+        raise TypeError(f"window: got {for_message(given)}, expected {accepted}{fix}")
     if len(given) != 2:
         raise ValueError(f"window: got {for_message(given)}, expected {accepted}")
     left, right = map(window_end, given)

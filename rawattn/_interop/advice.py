@@ -116,6 +116,8 @@ def _functorch_says(test: str, obj: object) -> bool:
 
 
 def _sequence_advice(obj: Sequence[object], name: str) -> str:
+    if name == "out":  # of which an array made of it would be lost
+        return "pass one array to write, or leave it out; an lse is a new array in any case"
     shapes = [getattr(each, "shape", None) for each in obj]
     if obj and all(isinstance(shape, tuple) and len(shape) == 3 for shape in shapes):
         return (
