@@ -26,6 +26,7 @@ from rawattn._call.keywords import (
 from rawattn._interop.xla import is_traced
 
 _MODULES = ("torch", "jax")  # those of this package that `import rawattn` leaves out
+ACCEPTED_WINDOW = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
 Shape = Sequence[int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -189,7 +190,6 @@ def window_end(value: Any) -> int | None:
     """
     if value is None:
         return None
-    accepted = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         # Arrays are shown by type only: their contents may be on a GPU.
         shown = "" if hasattr(value, "__dlpack__") else f"{reprlib.repr(value)} "
@@ -198,12 +198,14 @@ def window_end(value: Any) -> int | None:
             if is_traced(value)
             else ""
         )
-        raise TypeError(f"window: got {shown}({type(value).__name__}), expected {accepted}{fix}")
+        raise TypeError(
+            f"window: got {shown}({type(value).__name__}), expected {ACCEPTED_WINDOW}{fix}"
+        )
     if value == -1:
         raise ValueError(
-            f"window: got -1, expected {accepted}; where -1 meant unbounded use None, as in "
+            f"window: got -1, expected {ACCEPTED_WINDOW}; where -1 meant unbounded use None, as in "
             "window=(None, None)"
         )
     if value < 0:
-        raise ValueError(f"window: got {value}, expected {accepted}")
+        raise ValueError(f"window: got {value}, expected {ACCEPTED_WINDOW}")
     return int(value)

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call import option_advice
-from rawattn._call.hints import window_end
+from rawattn._call.hints import ACCEPTED_WINDOW, window_end
 from rawattn._interop.integers import import_integers
 
 if TYPE_CHECKING:
@@ -157,12 +157,11 @@ def _one_sided(given: Any) -> str:
 
 
 def _window(given: Any) -> tuple[int | None, int | None]:
-    accepted = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if not isinstance(given, tuple):
         fix = "; write window=tuple(window)" if isinstance(given, list) else _one_sided(given)
-        raise TypeError(f"window: got {for_message(given)}, expected {accepted}{fix}")
+        raise TypeError(f"window: got {for_message(given)}, expected {ACCEPTED_WINDOW}{fix}")
     if len(given) != 2:
-        raise ValueError(f"window: got {for_message(given)}, expected {accepted}")
+        raise ValueError(f"window: got {for_message(given)}, expected {ACCEPTED_WINDOW}")
     left, right = map(window_end, given)
     # A row and a key of one sequence are never that far apart, so such an end is unbounded.
     return (

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rawattn import ScoreMod, SeqLayout, attention, attention_backward
+from rawattn._call.hints import ACCEPTED_WINDOW
 from rawattn._call.options import ARRAYS, DEFAULTS, ForwardOptions, Options, flag
 from rawattn._handles import find
 from rawattn._interop import dynamo, forward_mode
@@ -194,13 +195,12 @@ def _is_int(x: Any) -> bool:
 def _ends_of(window: Any) -> tuple[Any, Any]:
     if window is None:
         return None, None
-    accepted = "expected a tuple (left, right) of ints >= 0, or None for an unbounded side"
     if not isinstance(window, tuple) or len(window) != 2:
-        raise TypeError(f"window: got {window!r}, {accepted}")
+        raise TypeError(f"window: got {window!r}, expected {ACCEPTED_WINDOW}")
     left, right = (_of_python(end) for end in window)
     for end in (left, right):
         if end is not None and not _is_int(end):
-            raise TypeError(f"window: got {end}, {accepted}")
+            raise TypeError(f"window: got {end}, expected {ACCEPTED_WINDOW}")
     return left, right
 
 
