@@ -90,7 +90,7 @@ def sizes_of_sums(dout, q, k, v, out, lse, dlse, **options) -> Gradients:
             p_sink = np.exp(sink_logit(call, block) - normaliser)
             dsink[block.head] += np.square(p_sink * delta).sum()
         if captured:
-            for x in numpy_eval.partials(*score_arguments(call.score_mod, call, block, capped)):
+            for x in numpy_eval.partials(*score_arguments(call.score_mod, block, capped)):
                 squared = x._replace(partial=np.square(x.partial))
                 numpy_eval.add_partial(captured[x.name], squared, squares)
     shape = call.shape_bias

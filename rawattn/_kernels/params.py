@@ -29,7 +29,6 @@ SIDE_STRUCT = _struct(
     ("int64", "rows", "rows of the array: seqlen in batch mode, total in packed mode"),
     (INTEGERS, "position", "(batch) positions of the first rows in the whole sequences; null: 0"),
 )
-SIDE = SIDE_STRUCT.dtype
 STRIDES = _struct(
     "Strides",
     "Rows are addressed as base + batch * stride_batch + row * stride_row + head * stride_head, in elements; the last axis "

@@ -12,9 +12,7 @@ from rawattn._masks.layout import (
     ROW_WORDS,
     WORD_KEYS,
     Shape,
-    bits_shape,
     granule_keys,
-    map_shape,
 )
 
 Bits = NDArray[np.uint16]
@@ -23,17 +21,6 @@ Map = NDArray[np.uint8]
 DEAD, PARTIAL, FULL = 0, 1, 2
 _GRANULE_KEYS = 64
 _ROW_KEYS = WORD_KEYS * ROW_WORDS
-
-
-def to_bits(keep: NDArray[np.bool_]) -> tuple[Bits, Map]:
-    """The bits and the map of a bool mask (batch, nheads, rows, keys)."""
-    shape: Shape = keep.shape
-    bits = np.zeros(bits_shape(shape), np.uint16)
-    found = np.zeros(map_shape(shape), np.uint8)
-    for batch in range(shape[0]):
-        for head in range(shape[1]):
-            write_rows(keep[batch, head], bits[batch, head], found[batch, head])
-    return bits, found
 
 
 def write_rows(keep: NDArray[np.bool_], bits: Bits, found: Map) -> None:

@@ -145,7 +145,7 @@ class GpuPlan:
         else:
             theirs = [self._count + n for n, x in enumerate(out) if x is not None]
             results = [y if x is None else x for x, y in zip(out, self._results, strict=True)]
-            self._check_out(args, results, addresses)
+            self._check_out(args, results)
             addresses += [0 if x is None else native.address(x) for x in results]
         if not planned.are_aligned(addresses):
             raise ValueError(
@@ -225,9 +225,7 @@ class GpuPlan:
         counts = name.startswith("cu_") or getattr(seqs, f"cu_{name}") is None
         return (_LENGTHS[name],) if counts else ()
 
-    def _check_out(
-        self, args: Sequence[Any], results: Sequence[Any], addresses: Sequence[int]
-    ) -> None:
+    def _check_out(self, args: Sequence[Any], results: Sequence[Any]) -> None:
         verb, native = self._verb, self._native
         names = caller_names_with_outputs(verb, self._options)
         inputs = [(n, native.view(x)) for n, x in zip(names, args, strict=False) if x is not None]

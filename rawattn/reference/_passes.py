@@ -99,7 +99,7 @@ def backward(
                 index = index_in(dbias, call, block)
                 dbias[index] += summed_to(dbias[index].shape, ds)
             if call.score_mod is not None:
-                arguments = score_arguments(call.score_mod, call, block, capped)
+                arguments = score_arguments(call.score_mod, block, capped)
                 for partial in numpy_eval.partials(*arguments):
                     numpy_eval.add_partial(captured[partial.name], partial, ds)
                 ds = ds * np.where(visible, numpy_eval.derivative(*arguments), dtype.type(0))

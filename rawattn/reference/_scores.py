@@ -76,7 +76,7 @@ def scores(call: Call, block: Block) -> Scores:
         s = call.softcap * np.tanh(s / call.softcap)
     capped = s
     if call.score_mod is not None:
-        s = numpy_eval.evaluate(*score_arguments(call.score_mod, call, block, s))
+        s = numpy_eval.evaluate(*score_arguments(call.score_mod, block, s))
     if call.bias is not None:
         bias = call.bias[index_in(call.bias, call, block)]
         s = s + bias
@@ -89,7 +89,7 @@ def scores(call: Call, block: Block) -> Scores:
     return Scores(capped, np.where(visible, s, s.dtype.type(-np.inf)), visible)
 
 
-def score_arguments(modifier: Modifier, call: Call, block: Block, s: Array) -> tuple[Any, ...]:
+def score_arguments(modifier: Modifier, block: Block, s: Array) -> tuple[Any, ...]:
     """The arguments of the functions of `numpy_eval`."""
     of = block.segment
     heads = block.head, block.kv_head

@@ -82,7 +82,7 @@ class Backward:
         return memory.address
 
     def _side(self, name: str, side: Side) -> Any:
-        filled = np.zeros((), params.SIDE)
+        filled = np.zeros((), params.SIDE_STRUCT.dtype)
         for what in ("start", "length", "position"):
             integers = getattr(side, what)
             if integers is not None:

@@ -265,7 +265,7 @@ class Forward:
         return filled
 
     def _side(self, name: str, side: Side) -> Any:
-        filled = np.zeros((), params.SIDE)
+        filled = np.zeros((), params.SIDE_STRUCT.dtype)
         for what in ("start", "length", "position"):
             integers = getattr(side, what)
             if integers is not None:

@@ -16,12 +16,12 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import kept_setup, mask_tiles
 from rawattn._kernels.portable.kept_setup import KeptRows, Mask
 from rawattn._kernels.target import without_device
-from rawattn._masks import host, layout
+from rawattn._masks import layout
 from rawattn._strides import contiguous
 from tests import exhaustive
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder, Memory
-from tests.shim.test_mask import run, scratch, visibility
+from tests.shim.test_mask import run, scratch, to_bits, visibility
 
 BATCH, HEADS_Q, HEADS = 2, 4, 2
 Array = Any
@@ -216,8 +216,8 @@ def test_bits_and_lists(
     keep = np.where(lists[:, :, None] >= 0, seen[:, lists.clip(0)].transpose(1, 2, 0, 3), False)
     given_rows = keep[:, :, : mask.shape[2]]
     bits = arrays["kept_bits"].array().reshape(layout.bits_shape(mask.shape))
-    np.testing.assert_array_equal(bits, host.to_bits(given_rows)[0])
-    any_row = host.to_bits(keep.any(2, keepdims=True))[0][:, :, 0]
+    np.testing.assert_array_equal(bits, to_bits(given_rows)[0])
+    any_row = to_bits(keep.any(2, keepdims=True))[0][:, :, 0]
     np.testing.assert_array_equal(arrays["kept_keys"].array().reshape(any_row.shape), any_row)
     for of, (each, tile_q, tile_k) in listed.items():
         check_lists(arrays, of, each, keep, tile_q, tile_k)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rawattn import SeqLayout
 from rawattn._call.options import ArrayForm
@@ -26,6 +27,15 @@ from tests.shim.launch import Machine
 from tests.shim.shim import POISON, Builder, Memory
 
 RNG = np.random.default_rng(0)
+
+
+def to_bits(keep: NDArray[np.bool_]) -> tuple[host.Bits, host.Map]:
+    """The bits and the map of a bool mask (batch, nheads, rows, keys)."""
+    bits = np.zeros(layout.bits_shape(keep.shape), np.uint16)
+    found = np.zeros(layout.map_shape(keep.shape), np.uint8)
+    for at in np.ndindex(keep.shape[:2]):
+        host.write_rows(keep[at], bits[at], found[at])
+    return bits, found
 
 
 def run(machine: Machine, step: Step, arrays: dict[str, Memory]) -> None:
@@ -60,7 +70,7 @@ def check_keys(machine: Machine, shape: Any, arrays: dict[str, Memory], keep: np
     if step is not None:
         run(machine, step, arrays)
     wide = np.broadcast_to(keep, (*shape[:3], 128 if shape[3] == 1 else shape[3]))
-    whole = host.to_bits(wide.any(axis=2, keepdims=True))[0]
+    whole = to_bits(wide.any(axis=2, keepdims=True))[0]
     np.testing.assert_array_equal(arrays["mask_keys"].array().reshape(whole.shape), whole)
 
 
@@ -96,7 +106,7 @@ def test_bits_of_bools(shape: tuple[int, ...], strides: str, builder: Builder) -
     }
     step = mask_writing.step(shape, given.strides, memory.address % 16)
     run(Machine(builder, checked=True), step, arrays)
-    bits, found = host.to_bits(keep)
+    bits, found = to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
@@ -138,7 +148,7 @@ def test_bits_of_ranges(integers: Any, builder: Builder) -> None:
     run(Machine(builder, checked=True), step, arrays)
     keys = np.arange(300)
     keep = ((keys >= ranges[..., :1]) & (keys < ranges[..., 1:])).any(2)[:, None]
-    bits, found = host.to_bits(keep)
+    bits, found = to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
@@ -162,7 +172,7 @@ def test_bits_of_predicates(builder: Builder) -> None:
     run(Machine(builder, checked=True), step, arrays)
     batch, head, i, j = np.ogrid[tuple(map(slice, shape))]
     keep = (table[i, batch] == j % 4) | ((share[head] < 0.25) & (j < 70))
-    bits, found = host.to_bits(keep)
+    bits, found = to_bits(keep)
     np.testing.assert_array_equal(arrays["mask_bits"].array().reshape(bits.shape), bits)
     ours = arrays["mask_map"].array().reshape(found.shape)
     np.testing.assert_array_equal(host.granules(ours, shape), host.granules(found, shape))
@@ -238,7 +248,7 @@ def test_lists_of_tiles(name: str, tiles: tuple[int, int], of: Any, builder: Bui
         name="lists",
         ordered=of == "q",
     )
-    _, found = host.to_bits(keep)
+    _, found = to_bits(keep)
     arrays = {
         "mask_map": Memory("mask_map", found),
         **{name: scratch(name, nbytes, np.int32) for name, nbytes in listed.scratch.items()},

@@ -37,7 +37,7 @@ def source(headdim: int, copy_bytes: int) -> Source:
     )
 
 
-def strides(batch: int, rows: int, nheads: int, headdim: int) -> tuple[int, int, int, int]:
+def strides(rows: int, nheads: int, headdim: int) -> tuple[int, int, int, int]:
     """The strides of a copy in bytes: (batch, row, head, column)."""
     head = 2 * round_up(headdim, 8)
     return (head * nheads * rows, head * nheads, head, 2)
@@ -54,7 +54,7 @@ def copy(problem: Problem, operands: Operands, name: str, to: str) -> AlignedRow
     rows = problem.rows_q if name == "q" else problem.rows_k
     nheads = problem.nheads_q if name == "q" else problem.nheads_kv
     headdim = problem.headdim_v if name == "v" else problem.headdim
-    whole = strides(batch, rows, nheads, headdim)
+    whole = strides(rows, nheads, headdim)
     values = {
         "strides": operands.elements(problem, name),
         "rows": rows,
