@@ -178,7 +178,9 @@ ARRAYS = [
         "out: got shape (2, 5, 4, 8), expected (2, 5, 4, 16)",
     ),
     Mistake(
-        "attention(q, q, q, out=q)", ValueError, "out: shares memory with q, expected...pass a copy"
+        "attention(q, q, q, out=q)",
+        ValueError,
+        "out: shares memory with q, expected...pass another array",
     ),
     Mistake(
         "attention(q, k, v, out=np.broadcast_to(out, out.shape))",
@@ -250,6 +252,16 @@ OPTIONS = [
         "attention(q, k, v, window=(-1, -1))",
         ValueError,
         "window: got -1, expected a tuple (left, right)...window=(None, None)",
+    ),
+    Mistake(
+        "attention(q, k, v, window=-1)",
+        TypeError,
+        "window: got -1 (int), expected a tuple (left, ...; where -1 meant unbounded write window=None",
+    ),
+    Mistake(
+        "attention(q, k, v, sink=np.zeros(4, np.float32))",
+        TypeError,
+        "sink: got a ndarray of shape (4,), expected an int >= 0; logits of the heads ...are sink_logits=",
     ),
     Mistake(
         "attention(q, k, v, window=256)",

@@ -21,14 +21,12 @@ def check_out(
 
     others: the other arrays of the call, with their names. Each array has `shape`, `strides` in bytes and `dtype`, and is a
     NumPy or CuPy array or has an `address`. Arrays that interleave in one buffer without sharing a byte do not overlap.
-    like: the name of the array that has this dtype, for the message.
+    like: the name of the array that has this dtype, for the message. Whoever imports `out` refuses a read-only one.
     """
     if out.shape != shape:
         raise ValueError(f"{name}: got shape {out.shape}, expected {shape}")
     if out.dtype != dtype:
         raise TypeError(f"{name}: got dtype {out.dtype}, expected {dtype}, that of {like}")
-    if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ValueError(f"{name}: got a read-only array, expected a writable one; pass a copy")
     if 0 in shape:
         return
     itemsize, strides, address = dtype.itemsize, out.strides, _address(out)
@@ -70,7 +68,7 @@ def check_apart(out: Any, others: Iterable[tuple[str, Any]], name: str) -> None:
         other_low, other_high = byte_range(other)
         if low < other_high and other_low < high and _share_bytes(out, other):
             raise ValueError(
-                f"{name}: shares memory with {other_name}, expected memory of its own; pass a copy"
+                f"{name}: shares memory with {other_name}, expected memory of its own; pass another array"
             )
 
 

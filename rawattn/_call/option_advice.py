@@ -78,6 +78,8 @@ def number(name: str, given: object) -> str:
     if is_traced(given):
         other = _DIFFERENTIATED.get(name, "")
         return f"; it is a constant of a compiled program: name it in static_argnames={name!r} of jax.jit{other}"
+    if name == "sink" and getattr(given, "shape", ()) not in ((), (1,)):
+        return "; logits of the heads that join the softmax are sink_logits="
     if hasattr(given, "__dlpack__"):
         return f"; of an array pass one value, as by {name}.item()"
     return ""

@@ -151,8 +151,10 @@ def window(options: Options) -> tuple[int | None, int | None]:
 
 def _one_sided(given: Any) -> str:
     """Advice for a `window` that is one number, which other libraries take; "" for anything else."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+    if isinstance(given, bool) or not isinstance(given, int) or given < -1:
         return ""
+    if given == -1:
+        return "; where -1 meant unbounded write window=None"
     return f"; {given} keys on each side are window=({given}, {given}), those before a row alone ({given}, 0)"
 
 
