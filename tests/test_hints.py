@@ -307,7 +307,6 @@ def test_functions_of_other_libraries(name: str, says: str) -> None:
         pytest.param((), "np.asarray(q, np.float32)", id="tuple"),
         pytest.param([np.zeros((3, 2, 8)), np.zeros((5, 2, 8))], "from_lengths", id="ragged"),
         pytest.param(np.ma.masked_array([1.0]), "q.filled(0)", id="masked"),
-        pytest.param(np.zeros((2, 2)).view(np.matrix), "np.asarray(q)", id="matrix"),
         pytest.param(iter([1.0]), "pass an array, np.stack(list(q))", id="iterator"),
         pytest.param(np.zeros(2), "", id="array"),
         pytest.param(None, "", id="none"),

@@ -77,8 +77,6 @@ def array_advice(obj: object, name: str = "x") -> str:
             f"{filled}, and what its mask hides as padding: seqs=SeqLayout.from_padding_mask(...), or for keys in pages "
             "SeqLayout(seqlen_q=...); to attention also as mask= (True = keep)"
         )
-    if isinstance(obj, np.matrix):
-        return f"pass np.asarray({name}) with the axes of a batch"
     if library in ("scipy", "cupyx") and hasattr(obj, "toarray"):
         return f"pass {name}.toarray()"
     if library == "pandas" and hasattr(obj, "to_numpy"):
