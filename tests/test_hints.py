@@ -176,6 +176,7 @@ OTHER_OPTIONS = {"seqlen_k"}
 def test_what_hints_name_exists() -> None:
     options = {*inspect.signature(rawattn.attention).parameters, *OTHER_OPTIONS}
     options |= set(inspect.signature(rawattn.SeqLayout).parameters)
+    options |= set(inspect.signature(rawattn.attention_backward).parameters)
     for keyword, advice in KEYWORDS.items():
         named = set(re.findall(r"(?<![\w.])(\w+)=", advice))
         assert named <= options, keyword

@@ -75,6 +75,31 @@ ARGUMENTS = [
         TypeError,
         "out: got tuple; accepted are NumPy and CuPy arrays...; pass one array to write, or leave it out",
     ),
+    Mistake(
+        "attention(Q=q, K=k, V=v)",
+        TypeError,
+        "Q: rawattn.attention has no such argument; pass q, k and v, in this order",
+    ),
+    Mistake(
+        f"append_kv(k, v, {PAGES[3:]}, seqlen_k=[7, 7], cos=q, sin=q)",
+        TypeError,
+        "cos: rawattn.append_kv has no such argument; call rawattn.append_kv(..., rotary=(cos, sin))",
+    ),
+    Mistake(
+        "append_kv(key=k, value=v, seqlen_k=[7, 7])",
+        TypeError,
+        "key: rawattn.append_kv has no such argument; pass arrays by position, as in append_kv(k, v, k_pages, ",
+    ),
+    Mistake(
+        "attention_backward(grad_output=out, q=q, k=k, v=v, out=out, softmax_lse=lse)",
+        TypeError,
+        "grad_output: rawattn.attention_backward has no such argument; write dout=",
+    ),
+    Mistake(
+        "attention_backward(out, q, k, v, out, softmax_lse=lse)",
+        TypeError,
+        "softmax_lse: rawattn.attention_backward has no such argument; write lse=",
+    ),
     Mistake("attention((q, k, v))", TypeError, "k: rawattn.attention got none...write *qkv"),
     Mistake(
         "rawattn.combine([(out, lse), (out, lse)])",

@@ -61,7 +61,9 @@ _SCORES = "write score_mod=rawattn.ScoreMod(...), with an expression in score, q
 _BLOCK_MASK = "write mask=rawattn.block_mask(...)"
 
 _GROUPS: dict[str, str] = {
-    "pass q, k and v, in this order": "query key value queries keys values",
+    "pass q, k and v, in this order": "query key value queries keys values Q K V",
+    "write dout=": "grad_output grad_out grad dO dy",
+    "write lse=": "softmax_lse logsumexp",
     _CAUSAL: "is_causal use_causal_mask",
     _SCALE: "softmax_scale sm_scale scaling scale_factor softmax_scaling",
     _MASK_OR_BIAS: "attn_mask custom_mask",
@@ -173,6 +175,10 @@ _LAYOUT_GROUPS: dict[str, str] = {
 }
 
 _PAGE_GROUPS: dict[str, str] = {
+    (
+        "pass arrays by position, as in append_kv(k, v, k_pages, v_pages, block_table) and "
+        "paged_attention(q, k_pages, v_pages, block_table)"
+    ): "query key value queries keys values Q K V",
     "write seqlen_k=, the keys of each sequence, new ones among them": (
         "cache_seqlens context_lens context_lengths seq_lens seq_lens_k seqused_k kv_len kv_lens cache_position "
         "paged_kv_last_page_len kv_last_page_len"
@@ -200,7 +206,7 @@ _PAGE_GROUPS: dict[str, str] = {
     ),
     "write k_scale=": "k_descale",
     "write v_scale=": "v_descale",
-    "call rawattn.append_kv(..., rotary=(cos, sin))": "rotary_cos rotary_sin freqs_cis",
+    "call rawattn.append_kv(..., rotary=(cos, sin))": "rotary_cos rotary_sin cos sin freqs_cis",
     "leave it out: rawattn.append_kv(..., seqlen_k=..., rotary=(cos, sin)) turns new rows by their positions": "position_ids",
     "call rawattn.append_kv(..., rotary=(cos, sin), interleaved=...)": "rotary_interleaved",
     (
