@@ -252,3 +252,24 @@ def test_the_gradient_of_one_number_is_written_to_an_array_without_axes() -> Non
     found = call(into=Gradients(dbias=into))
     assert found.dbias is into
     np.testing.assert_array_equal(into, call().dbias)
+
+
+@pytest.mark.parametrize("functions", [rawattn, reference], ids=["cpu", "reference"])
+def test_the_error_state_of_numpy_is_not_the_callers_business(functions: Any) -> None:
+    """Probabilities that underflow, and sums that float16 cannot hold, raise nothing under `np.seterr(all="raise")`."""
+    rng = np.random.default_rng(4)
+    q, k, v = rng.standard_normal((3, 2, 6, 2, 8)).astype(np.float16)
+    options: dict[str, Any] = {
+        "bias": np.where(np.arange(6) < 3, 0, -3e4).astype(np.float16),
+        "sink_logits": np.array([-1e3, 1], np.float16),
+        "score_mod": ScoreMod("score * slope[head]", slope=np.ones(2, np.float16), wrt="slope"),
+    }
+    dout = np.full(q.shape, 6e4, np.float16)
+    with np.errstate(all="raise"):
+        out, lse = functions.attention(q, k, v, **options, return_lse=True)
+    with np.errstate(all="ignore"):  # of the reference, float64
+        out, lse = out.astype(np.float16), lse.astype(np.float32)
+    with np.errstate(all="raise"):
+        gradients = functions.attention_backward(dout, q, k, v, out, lse, **options)
+        functions.combine([out.astype(np.float32)] * 2, [lse, lse - np.float32(1e5)])
+    assert np.abs(gradients.dbias.astype(np.float64)).max() > 65504  # inf in float16

@@ -141,6 +141,7 @@ class Totals:
             for number, task in enumerate(tasks)
         ]
 
+    @np.errstate(all="ignore")  # a sum may leave the range of a 16-bit dtype
     def write(self, results: Mapping[str, Any]) -> None:
         """Writes the sums to `results`, by the names of the gradients."""
         for name, total in self.sums.items():

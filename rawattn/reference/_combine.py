@@ -63,16 +63,16 @@ def combine(outs: Any, lses: Any, *, out: Any = None, dtype: Any = None) -> tupl
     alive = logs != -np.inf
     highest = logs.max(axis=0)
     highest = np.where(highest == -np.inf, 0, highest)
-    with np.errstate(
-        invalid="ignore", divide="ignore"
-    ):  # inf - inf; and log(0) where all lses are -inf
+    # inf - inf; log(0) where all lses are -inf; weights of almost 0
+    with np.errstate(invalid="ignore", divide="ignore", under="ignore"):
         parts = np.exp(logs - highest)
         total = parts.sum(axis=0)
         lse = highest + np.log(total)
-    # Divided by the sum itself, not computed from lse: if lse is large, rounding loses log(total) in it.
-    weights = parts / np.where(total == 0, 1, total)
-    values = np.where(_per_row_of_out(alive), values, 0)
-    return write("out", out, np.sum(_per_row_of_out(weights) * values, axis=0)), lse
+        # Divided by the sum itself, not computed from lse: if lse is large, rounding loses log(total) in it.
+        weights = parts / np.where(total == 0, 1, total)
+        values = np.where(_per_row_of_out(alive), values, 0)
+        merged = np.sum(_per_row_of_out(weights) * values, axis=0)
+    return write("out", out, merged), lse
 
 
 def _stacked(side: PartialsSide, arrays: list[Array]) -> Array:

@@ -28,7 +28,7 @@ def forward(call: Call, rounded: Rounding = lambda x: x) -> tuple[Array, Array]:
     nheads_q, dtype = call.q.shape[1], call.q.dtype
     out = np.zeros((call.q.shape[0], nheads_q, call.v.shape[2]), dtype)
     lse = np.full((call.q.shape[0], nheads_q), -np.inf, dtype)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", under="ignore"):
         for block in blocks(call):
             _, s, visible = scores(call, block)
             s = rounded(s)
@@ -73,7 +73,7 @@ def backward(
     dbias = np.zeros_like(call.bias) if want_dbias else None
     captured = zeros_of_wrt(call.score_mod)
     dsink = None if call.sink_logits is None else np.zeros_like(call.sink_logits)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", under="ignore"):
         for block in blocks(call):
             row = (block.rows, block.head)
             key = (block.keys, block.kv_head)
