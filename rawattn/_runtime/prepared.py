@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rawattn._call.layout import Lengths
@@ -18,7 +18,7 @@ from rawattn._eviction import evict_if_full
 from rawattn._interop import streams
 from rawattn._interop.native import Memory
 from rawattn._interop.streams import PER_THREAD_DEFAULT, own_stream
-from rawattn._kernels.steps import Lists, Steps, Tiles
+from rawattn._kernels.steps import Lists, Step, Steps, Tiles
 from rawattn._runtime import graphs, kernel
 from rawattn._runtime.launches import Launch, launch_of
 from rawattn._runtime.lengths import CARRIED, NAMES, POSITIONS, LengthsMemory
@@ -97,7 +97,9 @@ class Prepared:
         self._launches = [launch_of(step, slot, device) for step in self.steps]
         self._blocks = list(itertools.compress(counts, wanted))
         pieces = (scratch, steps.counters) if self._launches else ({}, {})
-        self.run_memory = RunMemory(device, *[each.values() for each in pieces])
+        of_run, of_stream = [each.values() for each in pieces]
+        spans_launches = _span_launches(steps.counters, self.steps)
+        self.run_memory = RunMemory(device, of_run, of_stream, spans_launches)
         self.run = self._runner()
         self.run_keeping = self._keeping_runner(steps.lists)
 
@@ -163,6 +165,8 @@ class Prepared:
         )
         launches, is_capturing, device = self._launches, streams.is_capturing, self.device
         scratch_at, scratch_bytes = self.run_memory.scratch_at, self.run_memory.scratch_bytes
+        spans_launches = self.run_memory.spans_launches
+        take, give_back = self.run_memory.take_counters, self.run_memory.give_back_counters
 
         def run(addresses: list[int], stream: int, memory: Memory, lengths: Lengths | None) -> None:
             assert lengths is not None
@@ -177,7 +181,8 @@ class Prepared:
                 # Blocks are counted first: ValueError for too many in one launch, before anything is launched.
                 blocks = blocks_of(lengths)
                 owner, own_addresses, data, to = addresses_of(lengths, memory)
-                counters = counters_of(stream, memory, capturing)
+                of_one_run = spans_launches and not capturing
+                counters = [] if of_one_run else counters_of(stream, memory, capturing)
                 found = owner, own_addresses, counters, blocks
             else:
                 _, own_addresses, counters, blocks = found
@@ -189,6 +194,10 @@ class Prepared:
                 # Not a comprehension, which before Python 3.12 is one more function call.
                 for at in scratch_at:
                     addresses.append(base + at)
+            taken = None
+            if spans_launches and not capturing:
+                taken = take(stream, memory)
+                counters = taken[1]
             addresses += counters
             if data:
                 first_setup(data, to, addresses, stream)
@@ -201,6 +210,8 @@ class Prepared:
                 lengths.memo[key] = found
             for launch, count in zip(launches, blocks):  # noqa: B905  # (strict takes as long as patching a launch)
                 launch(addresses, count, stream)
+            if taken is not None:
+                give_back(stream, taken)
             if capturing and not memory.keeps_captured():
                 graphs.keep_forever(self, found, scratch)
 
@@ -352,3 +363,9 @@ class PlanMemory:
 
 def _count(blocks: int | Tiles, lengths: Lengths) -> int:
     return blocks if isinstance(blocks, int) else blocks.blocks(lengths)
+
+
+def _span_launches(counters: Iterable[str], steps: Sequence[Step]) -> bool:
+    """Whether several launches use the same counter. Then one leaves in it what another one reads and clears."""
+    used = [name for step in steps for name in {name for _, name in step.patches}]
+    return any(used.count(name) > 1 for name in counters)

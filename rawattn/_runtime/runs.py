@@ -22,10 +22,18 @@ class RunMemory:
 
     scratch: sizes in bytes of memory that a single run uses.
     counters: sizes in bytes of memory that all runs on one stream share, zero before and after each run.
+    spans_launches: whether counters are not zero between two launches of a run. Then a run has them to itself until all of its
+        launches are enqueued, since another thread may enqueue launches on the same stream meanwhile.
     """
 
-    def __init__(self, device: int, scratch: Iterable[int], counters: Iterable[int]) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: int,
+        scratch: Iterable[int],
+        counters: Iterable[int],
+        spans_launches: bool = False,
+    ) -> None:
+        self.device, self.spans_launches = device, spans_launches
         sizes = [max(nbytes, 1) for nbytes in scratch]
         self.scratch_at, self.scratch_bytes = _behind_each_other(sizes, _SCRATCH_ALIGNMENT)
         self.counter_at, self.counter_bytes = _behind_each_other(counters, _COUNTER_ALIGNMENT)
@@ -63,19 +71,47 @@ class RunMemory:
         cupy.cuda.runtime.memsetAsync(base, 0, self.counter_bytes, stream)
         return owner, [base + at for at in self.counter_at]
 
+    def take_counters(self, stream: int, memory: Memory) -> tuple[Any, list[int]]:
+        """Counters that no other run gets before `give_back_counters`: the owner of their memory, and their addresses.
+
+        A run that fails does not give them back, since they may not be zero: the next one gets new ones.
+        """
+        found = self.counters.pop(own_stream(stream), None)
+        return self.zeros(stream, memory) if found is None else found
+
+    def give_back_counters(self, stream: int, taken: tuple[Any, list[int]]) -> None:
+        """Leaves counters to later runs on the stream. Those of another run that came first stay; these are freed then."""
+        self.counters.setdefault(own_stream(stream), taken)
+
+    def run_alone(
+        self, addresses: list[int], stream: int, memory: Memory, launches: Launches
+    ) -> None:
+        """A run that has its counters to itself, where they span launches."""
+        scratch = self._add_scratch(addresses, memory)  # noqa: F841  # may be freed when the launches are enqueued
+        taken = self.take_counters(stream, memory)
+        addresses += taken[1]
+        for launch, blocks in launches:
+            launch(addresses, blocks, stream)
+        self.give_back_counters(stream, taken)
+
     def run_captured(
         self, addresses: list[int], stream: int, memory: Memory, launches: Launches
     ) -> None:
         """A run on a stream that is being captured. The memory of the launches stays allocated for the graph."""
-        scratch = None
-        if self.scratch_bytes:
-            scratch, base = memory.allocate(self.scratch_bytes, self.device)
-            addresses += [base + at for at in self.scratch_at]
+        scratch = self._add_scratch(addresses, memory)
         addresses += self.counters_of(stream, memory, capturing=True)
         for launch, blocks in launches:
             launch(addresses, blocks, stream)
         if not memory.keeps_captured():
             graphs.keep_forever(launches, scratch)
+
+    def _add_scratch(self, addresses: list[int], memory: Memory) -> Any:
+        """Allocates scratch, adds its addresses, and returns its owner; None if there is none."""
+        if not self.scratch_bytes:
+            return None
+        scratch, base = memory.allocate(self.scratch_bytes, self.device)
+        addresses += [base + at for at in self.scratch_at]
+        return scratch
 
 
 class Lone(NamedTuple):
@@ -120,7 +156,15 @@ def run_of(
         run_memory.counters_of,
     )
     stateful, is_capturing = bool(scratch_bytes or counter_bytes), streams.is_capturing
-    run_captured = run_memory.run_captured
+    run_captured, run_alone = run_memory.run_captured, run_memory.run_alone
+
+    def run_spanning(addresses: list[int], stream: int, memory: Memory, given: Any) -> None:
+        capturing = stream > 1 and is_capturing(stream)
+        one_run = run_captured if capturing else run_alone
+        one_run(addresses, stream, memory, given if launches is None else launches)
+
+    if run_memory.spans_launches:
+        return run_spanning
 
     def run(addresses: list[int], stream: int, memory: Memory, given: Any) -> None:
         to_launch: Launches = given if launches is None else launches
