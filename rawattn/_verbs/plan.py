@@ -60,7 +60,8 @@ class Plan:
 
     A call allocates nothing, waits for nothing and can be captured in a CUDA graph (CuPy's and torch's). The plan must live
     as long as such a graph, since the graph uses the plan's scratch memory. For the same reason two calls of one plan must
-    not run at the same time on different streams; calls of two plans may.
+    not run at the same time on different streams, and two threads must not call it at the same time, on whatever stream: their
+    launches would mix. Calls of two plans may.
 
     On the CPU, and for arrays that are neither CuPy arrays nor CUDA tensors of torch, a call is an ordinary one with the
     options of planning time. Strides may then differ, and the results are in new arrays.
