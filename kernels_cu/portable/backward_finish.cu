@@ -110,7 +110,10 @@ DEVICE void rewrite_row(const BackwardParams& p, const Work& work, int lane) {
 OUT_OF_LINE void rewrite(const BackwardParams& p, bool of_row) {
   const int lane = target::reload_thread_index() % target::kWave;
   const int64 wave = int64(target::block_index()) * kWaves + target::reload_thread_index() / target::kWave;
-  if (target::wave_any(of_row)) rewrite_row(p, Work(p, wave), lane);
+  if (target::wave_any(of_row)) {
+    target::wave_sync();  // a vote does not order the stores of the row's lanes before loads of other lanes
+    rewrite_row(p, Work(p, wave), lane);
+  }
   if (*p.found_nan != 0) {
     gradients_alone::rewrite_gradients<!kWithSums>(p, wave, int64(target::grid_size()) * kWaves, lane);
   }
