@@ -256,6 +256,70 @@ def test_gradients_of_options_take_the_short_way(
         made(*given, into=Gradients(captured={"n": slope}))
 
 
+def test_inputs_in_the_memory_of_results_are_refused(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan's own result of one call is no input of its next call, which would write it while it reads it."""
+    machine = Machine(monkeypatch)
+    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
+    made = plan(attention, q, k, v)
+    out = made(q, k, v)
+    for _ in range(2):
+        made(q, v=v, k=k)
+    machine.launched.clear()
+    for given, named in (
+        ((q, out, v), {}),
+        ((q,), {"k": out, "v": v}),
+        ((q,), {"v": v, "k": out}),
+    ):
+        with pytest.raises(ValueError, match=r"^k: shares memory with out, which this plan writes"):
+            made(*given, **named)
+    assert not machine.launched
+    for _ in range(2):  # with an array of the caller to write the plan's own is free
+        mine = aligned((1, 5, 2, 8))
+        assert made(q, out, v, out=mine) is mine
+    long_ways.clear()
+    assert made(q, k, v) is made(q, aligned((1, 5, 2, 8)), v) is out
+    assert not long_ways
+
+
+def test_inputs_that_lie_beside_results_as_planned(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views of one array that interleave with the array to write are told from those that share memory with it."""
+    machine = Machine(monkeypatch)
+    room, other = aligned((1, 5, 4, 2, 8)), aligned((1, 5, 4, 2, 8))
+    q, k, v, out = (room[:, :, n] for n in range(4))
+    made = plan(attention, q, k, v, out=out)
+    assert made(q, k, v) is made(k, v, q) is out
+    assert len(long_ways) == 1  # the second, whose distances are not those of planning time
+    assert made(other[:, :, 0], k, other[:, :, 2]) is out
+    machine.launched.clear()
+    with pytest.raises(ValueError, match=r"^v: shares memory with out"):
+        made(q, k, out)
+    assert not machine.launched
+
+
+def test_lengths_on_another_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths of a call that lie on another GPU than those of planning time reach no kernel."""
+
+    def lengths(device: int) -> Any:
+        data = SimpleNamespace(ptr=64, device_id=device)
+        return SimpleNamespace(shape=(2,), dtype=np.dtype(np.int32), strides=(4,), data=data)
+
+    made = object.__new__(planned.GpuPlan)
+    seqs = SimpleNamespace(seqlen_k=lengths(0), cu_seqlen_k=None)
+    made._device, made._options = 0, SimpleNamespace(seqs=seqs)  # type: ignore[assignment]
+    integers: dict[int, int] = {}
+    with pytest.raises(
+        ValueError, match=r"^seqlen_k: got int32 of shape \(2,\) on GPU 1, expected"
+    ):
+        made._replace(integers, "seqlen_k", lengths(1))
+    assert not integers
+    made._replace(integers, "seqlen_k", lengths(0))
+    assert integers == {3: 64}
+
+
 def test_what_a_plan_writes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     told: list[Any] = []

@@ -61,15 +61,19 @@ def check_own_elements(array: Any, name: str) -> None:
 
 def check_apart(out: Any, others: Iterable[tuple[str, Any]], name: str) -> None:
     """ValueError if `out` shares memory with another array of the call."""
-    low, high = byte_range(out)
     for other_name, other in others:
-        if other is None or 0 in other.shape:
-            continue
-        other_low, other_high = byte_range(other)
-        if low < other_high and other_low < high and _share_bytes(out, other):
+        if other is not None and share_memory(out, other):
             raise ValueError(
                 f"{name}: shares memory with {other_name}, expected memory of its own; pass another array"
             )
+
+
+def share_memory(a: Any, b: Any) -> bool:
+    """Whether two arrays have a byte in common."""
+    if 0 in a.shape or 0 in b.shape:
+        return False
+    (low, high), (other_low, other_high) = byte_range(a), byte_range(b)
+    return low < other_high and other_low < high and _share_bytes(a, b)
 
 
 def byte_range(array: Any, address: int | None = None) -> tuple[int, int]:

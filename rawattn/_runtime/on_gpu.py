@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rawattn._call.checks import check_apart
+from rawattn._call.checks import byte_range, check_apart
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options, structural
 from rawattn._call.structure import Structure, structure
@@ -127,7 +127,7 @@ def overlap_bounds(call: Call, first: int) -> tuple[tuple[int, int], ...]:
 
 
 class PossibleOverlap(NamedTuple):
-    """An input that a call changes and another input, by their indices among the addresses.
+    """An array that a call changes and an input, by their indices among the addresses.
 
     They may share memory if the difference of their addresses, changed - other, is between low and high. At `distance` they
     do not: this has been checked for the call that was prepared. Views of one array may interleave so.
@@ -158,8 +158,24 @@ def possible_overlaps(
     return tuple(found)
 
 
+def possible_overlaps_of_results(
+    inputs: Sequence[View | None], results: Sequence[View | None]
+) -> tuple[PossibleOverlap, ...]:
+    """The pairs of a result and an input that might share memory. Those given have been checked not to."""
+    first = len(inputs)
+    found = []
+    for n, result in enumerate(results, first):
+        for m, other in enumerate(inputs):
+            if result is None or other is None or 0 in result.shape or 0 in other.shape:
+                continue
+            (low, high), (start, end) = byte_range(result, 0), byte_range(other, 0)
+            distance = result.address - other.address
+            found.append(PossibleOverlap(n, m, start - high, end - low, distance))
+    return tuple(found)
+
+
 def surely_disjoint(overlaps: Sequence[PossibleOverlap], addresses: Sequence[int]) -> bool:
-    """Whether it is certain that no input that a call changes shares memory with another one."""
+    """Whether it is certain that no array that a call changes shares memory with an input."""
     for changed, other, low, high, distance in overlaps:
         if low < (found := addresses[changed] - addresses[other]) < high and found != distance:
             return False

@@ -34,7 +34,8 @@ class Planned:
     values: numbers of options for the kernels.
     alignment: in bytes, the one that the addresses of all arrays but `extra_inputs` must have. alignments: the addresses of
     `extra_inputs` modulo 16.
-    possible_overlaps: inputs that must not share memory. changed: indices of inputs that a call writes.
+    possible_overlaps: inputs that must not share memory. apart: results and inputs that must not.
+    changed: indices of inputs that a call writes.
     memory: scratch and counters of the plan, with its launches. streams: those on which calls have been launched.
     """
 
@@ -49,6 +50,7 @@ class Planned:
     alignment: int
     alignments: tuple[int, ...]
     possible_overlaps: tuple[on_gpu.PossibleOverlap, ...]
+    apart: tuple[on_gpu.PossibleOverlap, ...]
     changed: tuple[int, ...]
     memory: PlanMemory
     streams: set[int] = field(default_factory=set)
@@ -73,6 +75,10 @@ class Planned:
             self.possible_overlaps, addresses
         )
 
+    def spare_results(self, addresses: Sequence[int]) -> bool:
+        """Whether it is certain that the results of planning time share no memory with the inputs."""
+        return on_gpu.surely_disjoint(self.apart, addresses)
+
     def begin_alike(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses of `extra_inputs` modulo 16 are those of planning time."""
         return not self.alignments or on_gpu.alignments(self.verb, addresses) == self.alignments
@@ -90,8 +96,10 @@ def by_position(planned: Planned) -> Repeat:
     names = caller_names(verb, planned.options)
     bump, changed = version_bumper(*planned.results), planned.changed
     checked = bool(planned.possible_overlaps or planned.alignments or verb.extra_inputs)
+    apart: list[int] = []  # addresses of the last call: its inputs share no memory with the results
 
     def repeat(args: Sequence[Any]) -> Any:
+        nonlocal apart
         known_call = known_calls.get(len(args))
         if known_call is None:
             return SLOW_PATH
@@ -111,6 +119,10 @@ def by_position(planned: Planned) -> Repeat:
             and (not got[-1] or planned.are_aligned(addresses))
         ):
             return SLOW_PATH
+        if addresses != apart:
+            if not planned.spare_results(addresses):
+                return SLOW_PATH
+            apart = addresses
         stream = stream_of(device)
         if stream not in streams:
             streams.add(stream)
@@ -192,6 +204,7 @@ def by_names(
             everything[at] = given[n]
     distances = _distances(planned, everything, theirs)
     checked = bool(planned.possible_overlaps or planned.alignments)
+    own = tuple(x for x in planned.apart if x.changed not in theirs)
     bumps = version_bumper(*everything[first:]) is not None
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     results, returned, changed = planned.results, planned.returned, planned.changed
@@ -209,6 +222,8 @@ def by_names(
         for one, other, low, high in distances:
             if low < addresses[one] - addresses[other] < high:
                 return SLOW_PATH
+        if not on_gpu.surely_disjoint(own, addresses):
+            return SLOW_PATH
         if got[-1] and not planned.are_aligned(addresses):
             return SLOW_PATH
         if checked and not (planned.surely_disjoint(addresses) and planned.begin_alike(addresses)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._call import pages
-from rawattn._call.checks import check_apart
+from rawattn._call.checks import check_apart, share_memory
 from rawattn._call.layout import Lengths
 from rawattn._call.options import Options
 from rawattn._call.seq_layout import SeqLayout
@@ -18,7 +18,7 @@ from rawattn._interop import arrays, streams
 from rawattn._interop.native import Native, Read
 from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_gpu
-from rawattn._runtime.calls import Call, check_written, refuse_gradients_of_read
+from rawattn._runtime.calls import Call, check_written, name_of, refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
 from rawattn._runtime.plan_fast_path import Planned, Repeat, by_names, by_position
 from rawattn._runtime.verbs import Verb
@@ -90,6 +90,10 @@ class GpuPlan:
             alignment=_alignment(on_gpu.ored_addresses(verb, inputs_at + self._result_addresses)),
             alignments=on_gpu.alignments(verb, inputs_at),
             possible_overlaps=on_gpu.possible_overlaps(verb, call, read[0]),
+            apart=on_gpu.possible_overlaps_of_results(
+                [None if x is None else native.view(x) for x in inputs],
+                [None if x is None else native.view(x) for x in self._results],
+            ),
             changed=tuple(n for n, name in enumerate(verb.inputs) if name in verb.written),
             memory=call.prepared.plan_memory(native, self._stream, lengths),
             streams={self._stream},
@@ -147,6 +151,8 @@ class GpuPlan:
             results = [y if x is None else x for x, y in zip(out, self._results, strict=True)]
             self._check_out(args, results)
             addresses += [0 if x is None else native.address(x) for x in results]
+        if not planned.spare_results(addresses):
+            self._check_spared(args, results)
         if not planned.are_aligned(addresses):
             raise ValueError(
                 f"plan: an array does not begin at a multiple of {planned.alignment} bytes, as all did when the call "
@@ -206,10 +212,12 @@ class GpuPlan:
         seqs: SeqLayout = self._options.seqs
         planned = getattr(seqs, name)
         forms = [(x.shape, x.dtype, x.strides) for x in (array, planned)]
-        if isinstance(array, np.ndarray) or forms[0] != forms[1]:
+        on_host = isinstance(array, np.ndarray)
+        if on_host or forms[0] != forms[1] or array.data.device_id != self._device:
+            where = arrays.HOST if on_host else array.data.device_id
             raise ValueError(
-                f"{pages.caller_name(seqs, name)}: got {array.dtype} of shape {array.shape}, expected {planned.dtype} of shape "
-                f"{planned.shape} on the GPU, as it was planned"
+                f"{pages.caller_name(seqs, name)}: got {array.dtype} of shape {array.shape} on {name_of(where)}, expected "
+                f"{planned.dtype} of shape {planned.shape} on {name_of(self._device)}, as it was planned"
             )
         for index in self._integers_of(name):
             integers[index] = int(array.data.ptr)
@@ -251,6 +259,22 @@ class GpuPlan:
                 if x is not None and n != shown
             ]
             check_apart(got, others, shown)
+
+    def _check_spared(self, args: Sequence[Any], results: Sequence[Any]) -> None:
+        """ValueError if an input shares memory with a result of planning time, which the call would write while it reads."""
+        view = self._native.view
+        names = caller_names_with_outputs(self._verb, self._options)
+        for shown, result, planned in zip(
+            names[self._count :], results, self._results, strict=True
+        ):
+            if result is None or result is not planned:
+                continue
+            for name, x in zip(names, args, strict=False):
+                if x is not None and share_memory(view(result), view(x)):
+                    raise ValueError(
+                        f"{name}: shares memory with {shown}, which this plan writes, expected memory of its own; pass a copy "
+                        f"of {name}"
+                    )
 
     def _refused(self, args: Sequence[Any]) -> Exception:
         """The error for inputs that are not like those of planning time."""

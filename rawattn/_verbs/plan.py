@@ -51,7 +51,8 @@ class Plan:
     that is left out, the call takes the one of planning time. Names are those of the planned function, and the names by
     which a score function captures arrays. ``out=`` (for the backward ``into=``) gives arrays to write the results to.
     Otherwise the results are in arrays of the plan, the same ones at every call, so the next call overwrites them. Padding
-    rows of the plan's arrays are 0, in lse -inf.
+    rows of the plan's arrays are 0, in lse -inf. An input in the memory of such an array is a
+    ValueError.
 
     Lengths on the GPU may be other arrays too, as in ``seqlen_k=``. They are read at every call and at every replay of a
     captured graph, so they may change in place. Values on the host (scale, window, lengths, a page table, ...) are those of
