@@ -105,6 +105,12 @@ def test_torch_that_requires_grad_is_read() -> None:
         assert given.requires_grad
 
 
+def freed(tensor: Any) -> Any:
+    """The tensor, without its memory, as a sharded parameter between its uses."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.frameworks
 @pytest.mark.parametrize(
     ("make", "words"),
@@ -112,11 +118,13 @@ def test_torch_that_requires_grad_is_read() -> None:
         (lambda torch: torch.arange(4.0).to(torch.complex64).conj().imag, "resolve_neg"),
         (lambda torch: torch.zeros(2, 2).to_sparse(), "layout"),
         (lambda torch: torch.zeros(2, device="meta"), "meta"),
+        (lambda torch: torch._efficientzerotensor((2,)), "it has no memory"),
+        (lambda torch: freed(torch.zeros(2)), "it has no memory"),
         (lambda torch: torch.empty(2, dtype=torch.float8_e8m0fnu), "float8_e8m0fnu"),
         (lambda torch: torch.Size([2]), "asarray"),
         (lambda torch: torch.float16, "accepted"),
     ],
-    ids=["negated", "sparse", "meta", "float8", "size", "dtype"],
+    ids=["negated", "sparse", "meta", "zeros", "freed", "float8", "size", "dtype"],
 )
 def test_torch_refused(make: Any, words: str) -> None:
     torch = pytest.importorskip("torch")

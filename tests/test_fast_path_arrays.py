@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout
+from rawattn._interop import native
 from rawattn._verbs import fast_path
 from tests.fast_path_fakes import (
     SHAPE,
@@ -167,3 +171,21 @@ def test_tensors_that_are_not_plain_are_not_read() -> None:
     sparse = x.to_sparse()
     negated = torch.zeros(1, 4, dtype=torch.complex64).conj().imag
     assert [own.read((one,), 1) for one in (x, sparse, negated)] == [None] * 3
+
+
+@pytest.mark.frameworks
+def test_tensors_without_memory_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on a GPU whose storage is freed never reaches a kernel: its address is 0. One without elements is read."""
+    torch = pytest.importorskip("torch")
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+    cuda = SimpleNamespace(runtime=runtime, alloc=None, get_current_stream=None)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    plain = "({x}t := {x}.dtype) is not None and ({x}_ := 0) == 0"  # as if on GPU 0
+    attributes = replace(native.Torch().attributes, plain=plain)
+    read = attributes.reader((True, False, True))
+    x, freed = torch.zeros(1, 4), torch.zeros(1, 4)
+    freed.untyped_storage().resize_(0)
+    for other in (freed, torch._efficientzerotensor((1, 4))):
+        assert read(x, None, other) is None
+    assert read(x, None, x)[0] == [x.data_ptr(), 0, x.data_ptr()]
+    assert read(x, None, x[:0])[0] == [x.data_ptr(), 0, 0]

@@ -113,7 +113,9 @@ def _open(capsule: object) -> tuple[_DLTensor, bool]:
 
 
 def read(capsule: object) -> Tensor:
-    """The tensor of a capsule. TypeError for an unknown dtype; BufferError if it is used or of a newer major version."""
+    """The tensor of a capsule. TypeError for an unknown dtype; BufferError if it is used, of a newer major version, or without
+    memory.
+    """
     raw, readonly = _open(capsule)
     dtype = _DTYPES.get((raw.code, raw.bits)) if raw.lanes == 1 else None
     if dtype is None:
@@ -122,6 +124,10 @@ def read(capsule: object) -> Tensor:
             "float16, bfloat16, float32, float64, float8_e4m3fn, int, bool and complex"
         )
     ndim, itemsize = raw.ndim, dtype.itemsize
+    if not raw.data and 0 not in raw.shape[:ndim]:
+        raise BufferError(
+            "it has no memory: this was freed, or the values are elsewhere, in an array that it wraps"
+        )
     return Tensor(
         pointer=(raw.data or 0) + raw.byte_offset,
         device_type=raw.device_type,

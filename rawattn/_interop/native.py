@@ -190,13 +190,14 @@ class Torch(_GeneratedReaders):
                 # The memory of a negated view does not hold its values. Only parts of complex numbers are such views, which
                 # bfloat16 has none of.
                 plain="(({x}t := {x}.dtype) is bfloat16 or not {x}.is_neg()) and ({x}_ := {x}.get_device()) >= 0",
-                address="{x}.data_ptr()",
+                address="({x}.data_ptr() or no_memory({x}))",
                 form="{x}.is_contiguous() or {x}.stride(), {x}t, {x}_",
                 tracked="{x}.requires_grad",
                 names={
                     "tensor": torch.Tensor,
                     "parameter": torch.nn.Parameter,
                     "bfloat16": torch.bfloat16,
+                    "no_memory": _no_memory,
                     "traced": self.is_traced,
                     "forward_ad": torch.autograd.forward_ad,
                 },
@@ -314,6 +315,16 @@ class Torch(_GeneratedReaders):
         if device is None:
             device = self._devices[ordinal] = self._make_device("cuda", ordinal)
         return device
+
+
+def _no_memory(tensor: Any) -> int:
+    """0, the address of a tensor without elements. RuntimeError for any other one without memory.
+
+    Its storage was freed, as that of a sharded parameter, or it never had memory, as torch's zeros of a derivative.
+    """
+    if tensor.numel():
+        raise RuntimeError("a tensor without memory")
+    return 0
 
 
 def view_of_torch(tensor: Any) -> View | None:

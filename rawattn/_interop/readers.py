@@ -19,7 +19,7 @@ def read({arguments}):
             return None
         {addresses}
         return [{listed}], ({form}), {tracked}
-    except RuntimeError:  # of tensors without strides or without memory: sparse and functional ones
+    except RuntimeError:  # of tensors without strides or without memory: sparse, functional and freed ones
         return None
 """
 
@@ -29,7 +29,7 @@ class Attributes:
     """How arrays of a framework are read: Python expressions of an array `{x}`. names: the other names in them.
 
     typed, plain: whether the other expressions are valid for x, by its type and otherwise; plain may bind `{x}_`.
-    address: of the first element.
+    address: of the first element; RuntimeError if x has elements, but no memory.
     form: the hashable form of x behind its shape; strides are True for C order, in which the shape determines them.
     tracked: whether x requires a gradient. has_tangents: whether an array may have another derivative, asked once a call.
     have_values: whether arrays have values at all, asked once a call.
