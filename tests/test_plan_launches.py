@@ -23,6 +23,8 @@ from tests.test_plan import OPTIONS_WITH_GRADIENTS, aligned, arrays
 class Machine:
     """Records the GPU that a plan is made on and the addresses that it launches with. NumPy arrays stand for CuPy's."""
 
+    may_move = False
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: int = 0) -> None:
         self.device, self.current = device, [0]
         self.planned_on: list[int] = []
@@ -297,6 +299,43 @@ def test_inputs_that_lie_beside_results_as_planned(
     machine.launched.clear()
     with pytest.raises(ValueError, match=r"^v: shares memory with out"):
         made(q, k, out)
+    assert not machine.launched
+
+
+class Parameter:
+    """A tensor that gets other memory, as a parameter of torch does by `module.to()`."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.data, name)
+
+
+def test_arrays_of_planning_time_that_get_other_memory(
+    long_ways: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that leaves out a parameter reads its present memory, not that of planning time, which is freed."""
+    machine = Machine(monkeypatch)
+    machine.may_move = True
+    q, k, v = (aligned((1, 5, 2, 8)) for _ in range(3))
+    bias = Parameter(aligned((1, 1, 5, 5)))
+    made = plan(attention, q, k, v, bias=bias)
+    freed = bias.data
+    for _ in range(2):
+        for given, named in (((q, k, v), {}), ((q, k), {"v": v})):
+            made(*given, **named)
+            assert machine.launched.pop()[3] == machine.address(bias.data)
+    assert len(long_ways) == 1
+    bias.data = aligned((1, 1, 5, 5))
+    for given, named in (((q, k, v), {}), ((q, k), {"v": v}), ((q,), {"v": v, "k": k})):
+        for _ in range(2):
+            made(*given, **named)
+            assert machine.launched.pop()[3] == machine.address(bias.data) != machine.address(freed)
+    bias.data = aligned((1, 1, 5, 5)).view(np.int32)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^bias: got .*int32.* the plan is for .*float32"):
+            made(q, k, v)
     assert not machine.launched
 
 

@@ -59,6 +59,8 @@ class Native(Memory, Protocol):
     attributes: Attributes  # how they are read
     # Whether a compiler traces the call, so that arrays have no values; None: never.
     is_traced: Callable[[], bool] | None
+    # Whether an array may get other memory, as a torch parameter does by `module.to()` or when it is offloaded.
+    may_move: bool
 
     def read(self, arrays: Sequence[Any], required: int) -> Read | None:
         """Reads the arrays, of which some may be None, but not the first `required`. None unless all are plain arrays of the
@@ -96,6 +98,7 @@ class _GeneratedReaders:
     """`Native.read` and `Native.reader`, by generated functions: one for each combination of given arrays."""
 
     is_traced: Callable[[], bool] | None = None
+    may_move = False
 
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
@@ -178,6 +181,8 @@ class CuPy(_GeneratedReaders):
 
 class Torch(_GeneratedReaders):
     """CUDA tensors of torch, on torch's current stream and in its memory. Memory that later calls reuse is CuPy's (`keep`)."""
+
+    may_move = True
 
     def __init__(self) -> None:
         import cupy

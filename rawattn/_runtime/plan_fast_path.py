@@ -7,7 +7,7 @@ raises the proper error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from rawattn._runtime.prepared import PlanMemory
 from rawattn._runtime.verbs import Verb
 
 Repeat = Callable[[Sequence[Any]], Any]
+LeftOut = tuple[tuple[Any, int], ...]  # inputs of planning time with their addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,16 @@ class Planned:
         first = [0 if x is None else self.native.address(x) for x in named]
         return [*first, *self.values, *self.memory.tail]
 
+    def left_out(self, given: Container[int]) -> LeftOut:
+        """Inputs of planning time that may get other memory, and their addresses. given: indices of inputs that a call gives.
+
+        A call is on the fast path while they have the memory that these addresses are of.
+        """
+        if not self.native.may_move:
+            return ()
+        held = [(n, x) for n, x in enumerate(self.inputs) if x is not None and n not in given]
+        return tuple((x, self.native.address(x)) for _, x in held)
+
     def are_aligned(self, addresses: Sequence[int]) -> bool:
         """Whether all arrays but `extra_inputs` have the plan's alignment."""
         return not on_gpu.ored_addresses(self.verb, addresses) & (self.alignment - 1)
@@ -93,7 +104,7 @@ def by_position(planned: Planned) -> Repeat:
     known_calls = _readers_by_count(planned)
     launches, result = planned.memory.launches, planned.returned(planned.results)
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
-    names = caller_names(verb, planned.options)
+    names, address_of = caller_names(verb, planned.options), native.address
     bump, changed = version_bumper(*planned.results), planned.changed
     checked = bool(planned.possible_overlaps or planned.alignments or verb.extra_inputs)
     apart: list[int] = []  # addresses of the last call: its inputs share no memory with the results
@@ -103,7 +114,7 @@ def by_position(planned: Planned) -> Repeat:
         known_call = known_calls.get(len(args))
         if known_call is None:
             return SLOW_PATH
-        read, form, tail = known_call
+        read, form, tail, left_out = known_call
         found = read(*args)
         if found is None:
             return SLOW_PATH
@@ -112,6 +123,9 @@ def by_position(planned: Planned) -> Repeat:
             return SLOW_PATH
         if tracked:
             refuse_gradients_of_read(verb, names[: len(args)], args)
+        for x, address in left_out:
+            if address_of(x) != address:
+                return SLOW_PATH
         addresses += tail
         if checked and not (
             planned.surely_disjoint(addresses)
@@ -139,8 +153,9 @@ def by_position(planned: Planned) -> Repeat:
 
 def _readers_by_count(
     planned: Planned,
-) -> dict[int, tuple[Callable[..., Read | None], Any, list[int]]]:
-    """By the number of arrays that a call gives: their reader, their form, and the addresses that follow theirs.
+) -> dict[int, tuple[Callable[..., Read | None], Any, list[int], LeftOut]]:
+    """By the number of arrays that a call gives: their reader, their form, the addresses that follow theirs, and the arrays
+    that are left out (`left_out`).
 
     A call may leave out options' arrays, which are then those of planning time. So are all arrays behind the first input that
     the plan does not have.
@@ -154,7 +169,7 @@ def _readers_by_count(
             continue
         read = native.reader(count)
         form = read(*inputs[:count])[1]  # type: ignore[index]  # they have been read before
-        found[count] = read, form, addresses[count:]
+        found[count] = read, form, addresses[count:], planned.left_out(range(count))
     return found
 
 
@@ -202,6 +217,7 @@ def by_names(
     for n, at in patched:
         if at < len(everything):
             everything[at] = given[n]
+    left_out, address_of = planned.left_out({at for _, at in patched}), native.address
     distances = _distances(planned, everything, theirs)
     checked = bool(planned.possible_overlaps or planned.alignments)
     own = tuple(x for x in planned.apart if x.changed not in theirs)
@@ -216,6 +232,9 @@ def by_names(
         own_addresses, got, tracked = found
         if got[:-1] != form or tracked or current_device() != device:
             return SLOW_PATH
+        for x, address in left_out:
+            if address_of(x) != address:
+                return SLOW_PATH
         addresses = others.copy()
         for n, at in patched:
             addresses[at] = own_addresses[n]

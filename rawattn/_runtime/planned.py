@@ -81,6 +81,8 @@ class GpuPlan:
             else native.empty(*result, inputs[verb.lead_index])
             for target, result in zip(targets, call.results, strict=True)
         ]
+        # Those of planning time: a tensor may get another form later.
+        self._views = [None if x is None else native.view(x) for x in inputs]
         self._result_addresses = [0 if x is None else native.address(x) for x in self._results]
         inputs_at, form, _ = self._read(self._inputs)
         self._form = form[:-1]
@@ -91,7 +93,7 @@ class GpuPlan:
             alignments=on_gpu.alignments(verb, inputs_at),
             possible_overlaps=on_gpu.possible_overlaps(verb, call, read[0]),
             apart=on_gpu.possible_overlaps_of_results(
-                [None if x is None else native.view(x) for x in inputs],
+                self._views,
                 [None if x is None else native.view(x) for x in self._results],
             ),
             changed=tuple(n for n, name in enumerate(verb.inputs) if name in verb.written),
@@ -280,18 +282,18 @@ class GpuPlan:
         """The error for inputs that are not like those of planning time."""
         native = self._native
         names = caller_names(self._verb, self._options)
-        for name, x, planned in zip(names, args, self._inputs, strict=True):
-            if (x is None) != (planned is None):
+        for name, x, planned, expected in zip(names, args, self._inputs, self._views, strict=True):
+            if (x is None) != (expected is None):
                 return ValueError(
                     f"{name}: given now or when the call was planned, but not both times"
                 )
-            if x is None:
+            if x is None or expected is None:
                 continue
             if native.read((x,), 1) is None:
                 return TypeError(
                     f"{name}: got {type(x).__name__}, expected a {type(planned).__name__} on GPU {self._device}, as planned"
                 )
-            got, expected = native.view(x), native.view(planned)
+            got = native.view(x)
             if got[1:] != expected[1:]:
                 return ValueError(
                     f"{name}: got shape {got.shape}, strides {got.strides}, dtype {got.dtype}, GPU {got.device}; the "
