@@ -127,7 +127,7 @@ def overlap_bounds(call: Call, first: int) -> tuple[tuple[int, int], ...]:
 
 
 class PossibleOverlap(NamedTuple):
-    """An array that a call changes and an input, by their indices among the addresses.
+    """An input that a call changes and another input, by their indices among the addresses.
 
     They may share memory if the difference of their addresses, changed - other, is between low and high. At `distance` they
     do not: this has been checked for the call that was prepared. Views of one array may interleave so.
@@ -158,24 +158,35 @@ def possible_overlaps(
     return tuple(found)
 
 
-def possible_overlaps_of_results(
+class Forbidden(NamedTuple):
+    """The addresses, between low and high, at which an input may share memory with a result that stays where it is.
+
+    At `allowed` it does not: this has been checked for the call that was prepared. result, input: indices among the addresses.
+    """
+
+    result: int
+    input: int
+    low: int
+    high: int
+    allowed: int
+
+
+def forbidden_addresses(
     inputs: Sequence[View | None], results: Sequence[View | None]
-) -> tuple[PossibleOverlap, ...]:
-    """The pairs of a result and an input that might share memory. Those given have been checked not to."""
-    first = len(inputs)
+) -> tuple[Forbidden, ...]:
+    """Those of each input beside each result. The arrays given have been checked not to share memory."""
     found = []
-    for n, result in enumerate(results, first):
+    for n, result in enumerate(results, len(inputs)):
         for m, other in enumerate(inputs):
             if result is None or other is None or 0 in result.shape or 0 in other.shape:
                 continue
-            (low, high), (start, end) = byte_range(result, 0), byte_range(other, 0)
-            distance = result.address - other.address
-            found.append(PossibleOverlap(n, m, start - high, end - low, distance))
+            (low, high), (start, end) = byte_range(result), byte_range(other, 0)
+            found.append(Forbidden(n, m, low - end, high - start, other.address))
     return tuple(found)
 
 
 def surely_disjoint(overlaps: Sequence[PossibleOverlap], addresses: Sequence[int]) -> bool:
-    """Whether it is certain that no array that a call changes shares memory with an input."""
+    """Whether it is certain that no input that a call changes shares memory with another one."""
     for changed, other, low, high, distance in overlaps:
         if low < (found := addresses[changed] - addresses[other]) < high and found != distance:
             return False

@@ -35,8 +35,8 @@ class Planned:
     values: numbers of options for the kernels.
     alignment: in bytes, the one that the addresses of all arrays but `extra_inputs` must have. alignments: the addresses of
     `extra_inputs` modulo 16.
-    possible_overlaps: inputs that must not share memory. apart: results and inputs that must not.
-    changed: indices of inputs that a call writes.
+    possible_overlaps: inputs that must not share memory. forbidden: addresses of inputs at which these might share memory with
+    results. changed: indices of inputs that a call writes.
     memory: scratch and counters of the plan, with its launches. streams: those on which calls have been launched.
     """
 
@@ -51,7 +51,7 @@ class Planned:
     alignment: int
     alignments: tuple[int, ...]
     possible_overlaps: tuple[on_gpu.PossibleOverlap, ...]
-    apart: tuple[on_gpu.PossibleOverlap, ...]
+    forbidden: tuple[on_gpu.Forbidden, ...]
     changed: tuple[int, ...]
     memory: PlanMemory
     streams: set[int] = field(default_factory=set)
@@ -86,13 +86,17 @@ class Planned:
             self.possible_overlaps, addresses
         )
 
-    def spare_results(self, addresses: Sequence[int]) -> bool:
-        """Whether it is certain that the results of planning time share no memory with the inputs."""
-        return on_gpu.surely_disjoint(self.apart, addresses)
-
     def begin_alike(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses of `extra_inputs` modulo 16 are those of planning time."""
         return not self.alignments or on_gpu.alignments(self.verb, addresses) == self.alignments
+
+
+def spare_results(forbidden: Sequence[on_gpu.Forbidden], addresses: Sequence[int]) -> bool:
+    """Whether it is certain that the results of planning time share no memory with the inputs."""
+    return not any(
+        low < addresses[n] < high and addresses[n] != allowed
+        for _, n, low, high, allowed in forbidden
+    )
 
 
 def by_position(planned: Planned) -> Repeat:
@@ -107,7 +111,11 @@ def by_position(planned: Planned) -> Repeat:
     names, address_of = caller_names(verb, planned.options), native.address
     bump, changed = version_bumper(*planned.results), planned.changed
     checked = bool(planned.possible_overlaps or planned.alignments or verb.extra_inputs)
-    apart: list[int] = []  # addresses of the last call: its inputs share no memory with the results
+    forbidden, count = planned.forbidden, len(planned.inputs)
+    # All forbidden addresses lie between these, and those of most inputs do not.
+    lowest = min((x.low for x in forbidden), default=0)
+    highest = max((x.high for x in forbidden), default=0)
+    apart: list[int] = []  # addresses of the last call that had to be compared one by one
 
     def repeat(args: Sequence[Any]) -> Any:
         nonlocal apart
@@ -133,10 +141,12 @@ def by_position(planned: Planned) -> Repeat:
             and (not got[-1] or planned.are_aligned(addresses))
         ):
             return SLOW_PATH
-        if addresses != apart:
-            if not planned.spare_results(addresses):
-                return SLOW_PATH
-            apart = addresses
+        for address in addresses[:count]:
+            if lowest < address < highest and addresses != apart:
+                if not spare_results(forbidden, addresses):
+                    return SLOW_PATH
+                apart = addresses
+                break
         stream = stream_of(device)
         if stream not in streams:
             streams.add(stream)
@@ -220,7 +230,7 @@ def by_names(
     left_out, address_of = planned.left_out({at for _, at in patched}), native.address
     distances = _distances(planned, everything, theirs)
     checked = bool(planned.possible_overlaps or planned.alignments)
-    own = tuple(x for x in planned.apart if x.changed not in theirs)
+    forbidden = tuple(x for x in planned.forbidden if x.result not in theirs)
     bumps = version_bumper(*everything[first:]) is not None
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
     results, returned, changed = planned.results, planned.returned, planned.changed
@@ -241,7 +251,7 @@ def by_names(
         for one, other, low, high in distances:
             if low < addresses[one] - addresses[other] < high:
                 return SLOW_PATH
-        if not on_gpu.surely_disjoint(own, addresses):
+        if not spare_results(forbidden, addresses):
             return SLOW_PATH
         if got[-1] and not planned.are_aligned(addresses):
             return SLOW_PATH

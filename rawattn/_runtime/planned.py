@@ -20,7 +20,7 @@ from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written, name_of, refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
-from rawattn._runtime.plan_fast_path import Planned, Repeat, by_names, by_position
+from rawattn._runtime.plan_fast_path import Planned, Repeat, by_names, by_position, spare_results
 from rawattn._runtime.verbs import Verb
 
 _WIDEST = 16  # bytes of a kernel's widest access; alignments count modulo this
@@ -92,7 +92,7 @@ class GpuPlan:
             alignment=_alignment(on_gpu.ored_addresses(verb, inputs_at + self._result_addresses)),
             alignments=on_gpu.alignments(verb, inputs_at),
             possible_overlaps=on_gpu.possible_overlaps(verb, call, read[0]),
-            apart=on_gpu.possible_overlaps_of_results(
+            forbidden=on_gpu.forbidden_addresses(
                 self._views,
                 [None if x is None else native.view(x) for x in self._results],
             ),
@@ -153,7 +153,7 @@ class GpuPlan:
             results = [y if x is None else x for x, y in zip(out, self._results, strict=True)]
             self._check_out(args, results)
             addresses += [0 if x is None else native.address(x) for x in results]
-        if not planned.spare_results(addresses):
+        if not spare_results(planned.forbidden, addresses):
             self._check_spared(args, results)
         if not planned.are_aligned(addresses):
             raise ValueError(
