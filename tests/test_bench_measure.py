@@ -202,3 +202,8 @@ def test_who_raises_in_the_race_of_dtypes(race_dtypes):
     assert len(found) == 8
     with pytest.raises(StopIteration):
         race_dtypes("backward", (), Mortal("rawattn", _SECONDS))
+
+
+def test_an_error_is_described_without_paths_of_the_machine() -> None:
+    error = RuntimeError("overflow at /usr/share/x/allocator.h:49: for 32/8 heads\nmore")
+    assert measure.describe(error) == "RuntimeError: overflow at allocator.h:49: for 32/8 heads"

@@ -20,7 +20,7 @@ from rawattn._bench.timing import Clock, Entrant, Timing, race
 
 _PACKAGES = (
     *("rawattn", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "jax"),
-    *("flash-attn-4", "flash-sparse-attn"),
+    *("flash-attn-4", "flash-sparse-attn", "flashinfer-python"),
 )
 _PEAK_SIZE = 8192
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -252,8 +253,8 @@ def difference(got: Any, expected: Any) -> float:
 
 
 def describe(error: Exception) -> str:
-    """The type and the first line of an error, at most 160 characters."""
-    text = (str(error).strip().splitlines() or [""])[0]
+    """The type and the first line of an error, at most 160 characters. Of paths, which tell of one machine, the last name."""
+    text = re.sub(r"(?<!\w)/\S+/", "", (str(error).strip().splitlines() or [""])[0])
     return f"{type(error).__name__}: {text}"[:160]
 
 
