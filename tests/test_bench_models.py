@@ -170,8 +170,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         log.append((q.shape, k.shape, v.shape, options))
         return Tensor(*q.shape[:-1], v.shape[-1])
 
-    def flash4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, str]:
-        log.append((q.shape, causal))
+    def flash4(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, str]:
+        log.append((q.shape, options))
         return Tensor(*q.shape[:-1], v.shape[-1]), "lse"
 
     def module(name: str, **members: Any) -> Any:
@@ -184,7 +184,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     attention = module("torch.nn.attention", sdpa_kernel=kernel, SDPBackend=backends)
     module("torch.nn.attention.bias", causal_lower_right=lambda *lengths: ("lower right", *lengths))
     functional = types.SimpleNamespace(scaled_dot_product_attention=sdpa)
-    module("torch", nn=module("torch.nn", functional=functional, attention=attention))
+    cuda = types.SimpleNamespace(get_device_capability=lambda: (9, 0))
+    module("torch", nn=module("torch.nn", functional=functional, attention=attention), cuda=cuda)
     for name in ("flash_attn", "flash_attn.cute"):
         module(name)
     module("flash_attn.cute.interface", flash_attn_func=flash4)
@@ -218,7 +219,16 @@ def test_torch_is_told_the_same_mask(
 def test_flash_attention_4_returns_its_output_alone(asked: list[Any]) -> None:
     qkv = Tensor(2, 6, 4, 24), Tensor(2, 9, 2, 24), Tensor(2, 9, 2, 16)
     assert graph_peers._PEERS[FA4](*qkv, False)().shape == (2, 6, 4, 16)
-    assert asked == [((2, 6, 4, 24), False)]
+    assert asked == [((2, 6, 4, 24), {"causal": False})]
+
+
+def test_flash_attention_4_splits_keys_where_it_can(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where it cannot, as on Hopper, the option is refused; by default it does not split.
+    monkeypatch.setattr(sys.modules["torch"].cuda, "get_device_capability", lambda: (10, 0))
+    graph_peers._PEERS[FA4](*(Tensor(2, 1, 4, 24) for _ in "qkv"), True)()
+    assert asked == [((2, 1, 4, 24), {"causal": True, "num_splits": 0})]
 
 
 def test_the_suite_is_there() -> None:

@@ -53,6 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     module(
         "torch",
+        cuda=types.SimpleNamespace(get_device_capability=lambda: (9, 0)),
         int32=np.int32,
         zeros=np.zeros,
         arange=lambda count, dtype: np.arange(count, dtype=dtype),
@@ -99,6 +100,15 @@ def test_flash_attention_4_gets_the_table_and_the_lengths(asked: dict[str, Any])
     assert asked["flash4"]["causal"] is True
     np.testing.assert_array_equal(asked["flash4"]["page_table"], pages.table)
     np.testing.assert_array_equal(asked["flash4"]["seqused_k"], [40, 16, 7])
+    assert asked["flash4"].keys() == {"causal", "page_table", "seqused_k"}
+
+
+def test_flash_attention_4_splits_keys_of_pages_where_it_can(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["torch"].cuda, "get_device_capability", lambda: (10, 0))
+    paged_peers.PEERS[FA4_PAGED](pages_of(UNEVEN))()
+    assert asked["flash4"]["num_splits"] == 0
 
 
 @pytest.mark.parametrize(("nheads_kv", "tensor_cores"), [(2, True), (4, False)])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rawattn._bench import graphs, measure, paged_peers
 from rawattn._bench.grids import CUDNN, FA2, FA4
 from rawattn._bench.paged_peers import Pages
-from rawattn._bench.peers import tensors
+from rawattn._bench.peers import first_of, flash4_splits, tensors
 from rawattn._bench.report import Figure
 from rawattn._bench.timing import Call, Entrant, race
 
@@ -127,10 +127,10 @@ def _flash4(q: Any, k: Any, v: Any, causal: bool, mask: Any = None) -> Call:
     from flash_attn.cute.interface import flash_attn_func
 
     qkv = tensors(q, k, v)
+    options = {"causal": causal, **flash4_splits()}
 
     def call() -> Any:
-        result = flash_attn_func(*qkv, causal=causal)
-        return result[0] if isinstance(result, tuple) else result
+        return first_of(flash_attn_func(*qkv, **options))
 
     return call
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rawattn._bench.grids import FA4_PAGED, FLASHINFER
-from rawattn._bench.peers import tensors
+from rawattn._bench.peers import first_of, flash4_splits, tensors
 from rawattn._bench.timing import Call
 
 # For FlashInfer's partial results. It asks for 128 MiB, but 71 query heads on one kv head take 1.1 GiB.
@@ -29,11 +29,10 @@ def _flash4(pages: Pages) -> Call:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     q, k, v, table, lengths = tensors(*pages)
-    options = {"page_table": table, "seqused_k": lengths, "causal": True}
+    options = {"page_table": table, "seqused_k": lengths, "causal": True, **flash4_splits()}
 
     def call() -> Any:
-        result = flash_attn_varlen_func(q, k, v, **options)
-        return result[0] if isinstance(result, tuple) else result
+        return first_of(flash_attn_varlen_func(q, k, v, **options))
 
     return call
 

@@ -70,6 +70,21 @@ def tensors(*arrays: Any) -> list[Any]:
     return [torch.from_dlpack(array) for array in arrays]
 
 
+def first_of(result: Any) -> Any:
+    """`out`, of a function that may return (out, lse, ...) too."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def flash4_splits() -> dict[str, int]:
+    """The option by which FlashAttention-4 chooses into how many pieces it splits the keys of few rows.
+
+    Its default is one piece. It can only split on data centre GPUs of the Blackwell generation; elsewhere it refuses.
+    """
+    import torch
+
+    return {"num_splits": 0} if torch.cuda.get_device_capability()[0] in (10, 11) else {}
+
+
 class TorchSDPA(Torch):
     """torch's scaled_dot_product_attention, restricted to one of its backends."""
 
@@ -152,7 +167,7 @@ class FlashAttention4(Torch):
         return {}
 
     def out(self, result: Any) -> Any:
-        return result[0] if isinstance(result, tuple) else result
+        return first_of(result)
 
 
 class JaxCudnn(Contender):

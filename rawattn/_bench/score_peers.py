@@ -12,7 +12,7 @@ from typing import Any
 from rawattn._bench.cases import Case
 from rawattn._bench.contender import Contender, Inputs
 from rawattn._bench.grids import CUDNN, EFFICIENT, FLEX, FSA
-from rawattn._bench.peers import FlashAttention4, Torch, TorchFlash, TorchSDPA, tensors
+from rawattn._bench.peers import FlashAttention4, Torch, TorchFlash, TorchSDPA, first_of, tensors
 from rawattn._bench.score_features import Alibi, Bias, Documents, Dropout, Sinks, Softcap
 from rawattn._bench.timing import Call
 
@@ -200,4 +200,4 @@ class FlashSparse(Torch):
         return functools.partial(module.triton_sparse_attn_func, *qkv, **options)
 
     def out(self, result: Any) -> Any:
-        return result[0] if isinstance(result, tuple) else result
+        return first_of(result)

@@ -25,7 +25,7 @@ from rawattn._bench.graph_peers import Sides, ratio
 from rawattn._bench.paged_peers import Pages
 from rawattn._bench.report import Figure
 from rawattn._bench.serving_cases import Serving
-from rawattn._bench.timing import Call, Entrant, EventClock, race
+from rawattn._bench.timing import Call, Entrant, EventClock, race, rotate
 
 _READ = r"""
 extern "C" __global__ void read(const uint4* data, long long count, unsigned* out) {
@@ -240,12 +240,7 @@ def _in_graph(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype:
 def _eager(make_call: Callable[[Serving, Cache], Call], case: Serving, dtype: str) -> Entrant:
     """Calls without a graph, on several caches in turn."""
     calls = [make_call(case, make(case, dtype)) for _ in range(graphs.sets(case.nbytes))]
-    turns = itertools.cycle(calls)
-
-    def call() -> Any:
-        return next(turns)()
-
-    return Entrant(call, EventClock())
+    return Entrant(rotate(calls), EventClock())
 
 
 def _raised(outcome: Any) -> Any:
