@@ -132,7 +132,7 @@ def test_a_suite_of_figures_alone_says_how_they_were_measured(pretend_gpu, capsy
     monkeypatch.setattr(suites, "contenders", lambda name: pretend_gpu)
 
     def shown(name):
-        figures = {"figures": lambda dtype, names: [Figure("1 x 2048", 12.5, "us")]}
+        figures = {"figures": lambda dtype, names, *step: [Figure("1 x 2048", 12.5, "us")]}
         suite = dataclasses.replace(suites.SUITES[name], figures=figures)
         monkeypatch.setitem(suites.SUITES, name, suite)
         assert cli.main(["bench", "--suite", name, "--filter", "figures"]) == 0
@@ -142,6 +142,60 @@ def test_a_suite_of_figures_alone_says_how_they_were_measured(pretend_gpu, capsy
 
     assert shown("decode")
     assert not shown("backward"), "its note is of cases"
+
+
+def test_a_suite_of_figures_alone_shows_its_progress(pretend_gpu, capsys, monkeypatch):
+    monkeypatch.setattr(suites, "contenders", lambda name: pretend_gpu)
+
+    def figures(dtype, names, step):
+        assert names == ["FA2"]
+        for name in ("a", "b"):
+            step(name)
+        raise MemoryError("full")
+
+    suite = dataclasses.replace(suites.SUITES["decode"], figures={"figures": figures})
+    suite = dataclasses.replace(suite, listed=("a", "b"))
+    monkeypatch.setitem(suites.SUITES, "decode", suite)
+    assert cli.main(["bench", "--suite", "decode", "--peers", "FA2"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "[1/2] a\n[2/2] b\n"
+    assert "figures n/a: MemoryError: full" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--suite decode --quick", "--quick: the suite decode does not take it; leave it out"),
+        ("--suite prefill --repeats 9", "--repeats: the suite prefill does not take it"),
+        ("--suite models --burst 0.01", "--burst: the suite models does not take it"),
+        ("--suite decode --budget 0", "--budget: the suite decode does not take it"),
+        ("--suite host --peers none", "--peers: the suite host does not take it"),
+        ("--suite decode --dtype float32", "got float32, but the suite decode counts elements of"),
+        ("--suite forward --peers FA2,FlashInfer", "--peers: got FlashInfer, but beside the suite"),
+        ("--suite prefill --peers efficient", "measures cuDNN, FA2, FA4, FA4 paged, FlashInfer"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(capsys, arguments, says):
+    for more in ((), ("--list",)):
+        assert cli.main(["bench", *arguments.split(), *more]) == 1
+        assert says in capsys.readouterr().err
+
+
+def test_no_name_of_a_peer(capsys):
+    for given in ("", "FA2,"):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "--peers", given])
+        assert f"got {given!r}; accepted are cuDNN" in capsys.readouterr().err
+
+
+def test_the_help_tells_where_every_peer_comes_from(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, module in grids.MODULES.items():
+        assert f"{name} (from {module})" in shown
+    names = {n for s in suites.SUITES.values() if not s.listed for n in s.figures}
+    assert all(name in shown.split("a figure alone")[1].split(";")[0] for name in names)
 
 
 def test_the_backward_suite_measures_shows_and_writes(pretend_gpu, capsys, tmp_path, monkeypatch):

@@ -73,7 +73,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Entrant | Exception]:
 
 
 def first_line(peers: tuple[str, ...] = (CUDNN, FA2, FA4)) -> Any:
-    figures = models.figures("bfloat16", peers)
+    told: list[str] = []
+    figures = models.figures("bfloat16", peers, told.append)
+    assert tuple(told) == suites.SUITES["models"].listed
     assert all(figure.bound is not None and figure.at_most for figure in figures)
     assert len(figures) == len(model_cases.CASES) + 1
     found = {figure.name: figure for figure in figures}

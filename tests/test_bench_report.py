@@ -57,6 +57,16 @@ def test_a_file_that_is_no_report_is_named(tmp_path, capsys, content):
     assert cli.main(["bench", "--from", str(tmp_path / "absent.json")]) == 1
 
 
+def test_what_a_file_lacks_is_told(tmp_path, capsys):
+    (tmp_path / "x.json").write_text("{}")
+    (tmp_path / "x.png").write_bytes(b"\x89PNG")
+    for name, why in (("x.json", "(it has no 'rows')"), ("x.png", "can't decode byte 0x89")):
+        assert cli.main(["bench", "--from", str(tmp_path / name)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("rawattn bench: --from ") and why in said
+        assert said.endswith("; expected a file that --json has written\n")
+
+
 def test_the_best_peer_of_each_case():
     report = _report()
     assert report.over_best() == {row.name: 2.0 for row in report.rows}

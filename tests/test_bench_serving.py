@@ -69,12 +69,20 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "read_bandwidth", lambda: 4e12)
 
 
+def figures_of(suite: Any, dtype: str, peers: list[str]) -> list[Figure]:
+    """The figures of a suite, which must have told each name that it lists."""
+    told: list[str] = []
+    figures: list[Figure] = suite(dtype, peers, told.append)
+    assert tuple(told) == suites.SUITES[suite.__name__].listed
+    return figures
+
+
 def bounded(figures: list[Figure]) -> dict[str, Figure]:
     return {figure.name: figure for figure in figures if figure.bound is not None}
 
 
 def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
-    found = bounded(serving.decode("bfloat16", [CUDNN, FA4]))
+    found = bounded(figures_of(serving.decode, "bfloat16", [CUDNN, FA4]))
     shares = [figure for name, figure in found.items() if "share" in name]
     assert len(shares) == 12
     assert all(
@@ -93,7 +101,7 @@ def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
 
 
 def test_decode_tells_rates_of_every_page_size(without_gpu: None) -> None:
-    found = {figure.name: figure for figure in serving.decode("bfloat16", [])}
+    found = {figure.name: figure for figure in figures_of(serving.decode, "bfloat16", [])}
     for page_size in (16, 64, 128, 256):
         name = serving_cases.BIG[0].in_pages(page_size).name
         assert found[f"{name}: read and written"].value == pytest.approx(1000)
@@ -101,7 +109,7 @@ def test_decode_tells_rates_of_every_page_size(without_gpu: None) -> None:
 
 
 def test_decode_tells_calls_in_a_graph_and_one_by_one(without_gpu: None) -> None:
-    found = {figure.name: figure for figure in serving.decode("bfloat16", [])}
+    found = {figure.name: figure for figure in figures_of(serving.decode, "bfloat16", [])}
     for case in serving_cases.EAGER:
         in_graph, eager = found[case.name], found[f"{case.name}, called one by one"]
         assert (in_graph.of, eager.of) == ("in a graph", "without a graph")
@@ -109,7 +117,7 @@ def test_decode_tells_calls_in_a_graph_and_one_by_one(without_gpu: None) -> None
 
 
 def test_prefill_has_a_line_for_each_bound(without_gpu: None) -> None:
-    figures = serving.prefill("bfloat16", [FA2, FA4])
+    figures = figures_of(serving.prefill, "bfloat16", [FA2, FA4])
     assert len(bounded(figures)) == 3 * len(serving_cases.PREFILL) + len(serving_cases.CHUNKS)
     assert any("no flash_attn" in figure.of for figure in figures)
     # Both come from one race and read the same number of bytes.
@@ -125,7 +133,7 @@ def test_a_chunk_that_fails_leaves_the_other_lines(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(serving, "_entrant", fail)
-    figures = serving.prefill("bfloat16", [FA2])
+    figures = figures_of(serving.prefill, "bfloat16", [FA2])
     pages = [figure for figure in figures if "page 16 over rows" in figure.name]
     assert len(pages) == len(serving_cases.PREFILL)
     assert all("out of memory" in figure.of and figure.value is None for figure in pages)
@@ -134,7 +142,7 @@ def test_a_chunk_that_fails_leaves_the_other_lines(
 
 
 def test_without_peers_nothing_is_ok(without_gpu: None) -> None:
-    found = bounded(serving.decode("bfloat16", []))
+    found = bounded(figures_of(serving.decode, "bfloat16", []))
     assert {f.verdict for name, f in found.items() if "fastest peer" in name} == {"not available"}
 
 
@@ -145,7 +153,7 @@ def test_who_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_entrant", fail)
     monkeypatch.setattr(serving, "_sides", fail)
     monkeypatch.setattr(serving, "read_bandwidth", lambda: 4e12)
-    figures = serving.decode("bfloat16", [CUDNN])
+    figures = figures_of(serving.decode, "bfloat16", [CUDNN])
     assert all(figure.value is None for figure in figures if figure.name != "read bandwidth")
     assert any("out of memory" in figure.of for figure in figures)
 

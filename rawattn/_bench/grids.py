@@ -12,7 +12,19 @@ from rawattn._bench.cases import Case
 CUDNN, FA2, FA4, JAX = "cuDNN", "FA2", "FA4", "JAX cuDNN"
 EFFICIENT, FLEX, FSA = "efficient", "FlexAttention", "flash-sparse-attn"  # for the suite scores
 FA4_PAGED, FLASHINFER = "FA4 paged", "FlashInfer"  # for the suites decode and prefill
-PEERS = (CUDNN, FA2, FA4, JAX, EFFICIENT, FLEX, FSA, FA4_PAGED, FLASHINFER)
+# The module that each peer is imported from.
+MODULES = {
+    CUDNN: "torch",
+    FA2: "torch",
+    FA4: "flash_attn.cute",
+    JAX: "jax",
+    EFFICIENT: "torch",
+    FLEX: "torch",
+    FSA: "flash_sparse_attn",
+    FA4_PAGED: "flash_attn.cute",
+    FLASHINFER: "flashinfer",
+}
+PEERS = tuple(MODULES)
 DETERMINISTIC = "deterministic"  # ours, shown beside our default backward
 
 _MHA, _GQA = (16, 16), (32, 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import rawattn
 from rawattn._bench import graph_peers, graphs, machine, model_cases
@@ -16,9 +16,12 @@ _MOST = 1.0  # the bound on the ratio of one shape
 _MOST_OF_MEDIAN = 1 / 1.1  # the bound on the median ratio
 
 
-def figures(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """A figure for each shape, and one for the median."""
-    found = [_line(case, dtype, peers) for case in model_cases.CASES]
+def figures(dtype: str, peers: Sequence[str], step: Callable[[str], None]) -> list[Figure]:
+    """A figure for each shape, and one for the median. step(name) is called after each shape."""
+    found = []
+    for case in model_cases.CASES:
+        found.append(_line(case, dtype, peers))
+        step(case.name)
     ratios = [figure.value for figure in found if figure.value is not None]
     median = statistics.median(ratios) if ratios else None
     of = f"{len(ratios)} of {len(found)} shapes"

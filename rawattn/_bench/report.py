@@ -221,7 +221,11 @@ class Report:
             data["figures"] = [Figure(**figure) for figure in data["figures"]]
             data["host"] = [HostRow(**row) for row in data.get("host", [])]
             return cls(**data)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except KeyError as error:
+            raise ValueError(
+                f"{path}: not a report of `rawattn bench` (it has no {error})"
+            ) from error
+        except (TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not a report of `rawattn bench` ({error})") from error
 
 

@@ -55,8 +55,8 @@ class Cache(NamedTuple):
     bias: Any = None
 
 
-def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """Figures with one new row of each sequence."""
+def decode(dtype: str, peers: Sequence[str], step: Callable[[str], None]) -> list[Figure]:
+    """Figures with one new row of each sequence. step(name) is called after each case that the suite lists."""
     bandwidth = read_bandwidth()
     found = [Figure("read bandwidth", bandwidth / 1e12, "TB/s", of="a kernel that reads 2 GiB")]
     for case in serving_cases.BIG:
@@ -69,12 +69,15 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
         in_8 = case.in_pages(small).in_float8()
         seconds_8 = _bandwidth_figures(found, in_8, dtype, bandwidth)
         found.append(ratio(f"{in_8.name}: over 16 bits", seconds_8, in_small, 0.55))
+        step(case.name)
     for case, page_size in itertools.product(serving_cases.BIG[:2], serving_cases.MORE_PAGE_SIZES):
         _bandwidth_figures(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
     for case in serving_cases.SMALL:
         _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
+        step(case.name)
     for case in (*serving_cases.MASKED, *serving_cases.BIASED):
         _over_peers(found, case, dtype, peers, 1.0)
+        step(case.name)
     for case in serving_cases.EAGER:
         in_graph, eager = (
             functools.partial(way, _ours, case, dtype) for way in (_in_graph, _eager)
@@ -85,9 +88,11 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
     seconds = _seconds(uneven, dtype, found)
     least = uneven.nbytes / bandwidth
     found.append(ratio(f"{uneven.name}: over its bytes at read bandwidth", seconds, least, 1.15))
+    step(uneven.name)
     windowed, plain = serving_cases.WINDOWED, serving_cases.AS_WINDOWED
     in_window, of_all = (_seconds(case, dtype, found) for case in (windowed, plain))
     found.append(ratio(f"{windowed.name}: over {plain.name} in rows", in_window, of_all, 1.2))
+    step(windowed.name)
     appended = serving_cases.APPENDED
     prepare = functools.partial(_entrant, _append, appended, dtype, appended.new_bytes)
     seconds = _timed(f"{appended.name}: new rows into pages, turned", prepare, found)
@@ -96,19 +101,22 @@ def decode(dtype: str, peers: Sequence[str]) -> list[Figure]:
     found.append(
         Figure(f"{appended.name}: new rows over their bytes", us, "us", most, at_most=True)
     )
+    step(appended.name)
     return found
 
 
-def prefill(dtype: str, peers: Sequence[str]) -> list[Figure]:
-    """Figures with a chunk of new rows of each sequence."""
+def prefill(dtype: str, peers: Sequence[str], step: Callable[[str], None]) -> list[Figure]:
+    """Figures with a chunk of new rows of each sequence. step(name) is called after each case."""
     found: list[Figure] = []
     of_pages = [name for name in peers if name in paged_peers.PEERS]
     for case in serving_cases.PREFILL:
         _over_peers(found, case, dtype, peers, 1 / 1.08)
         _over_peers(found, case.in_pages(16), dtype, of_pages, 1 / 1.08)
         _pages_over_rows(found, case, dtype)
+        step(case.name)
     for case in serving_cases.CHUNKS:
         _over_peers(found, case, dtype, peers, 1.0)
+        step(case.name)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rawattn._bench import (
@@ -37,11 +37,12 @@ class Suite:
     alone: names of figures that are measured before the cases, while this process has neither work nor memory on the GPU.
 
     listed: for a suite of figures alone the names of what they measure. It is measured as a whole, as some compare two cases.
+    Its function takes `step` too, and calls it with each of the names.
     """
 
     summary: str
     cases: Callable[[bool], list[Case]]
-    figures: Mapping[str, Callable[[str, Sequence[str]], list[Figure]]]
+    figures: Mapping[str, Callable[..., list[Figure]]]
     note: str = ""  # below the table
     alone: frozenset[str] = frozenset()
     listed: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ from rawattn._runtime.devices import why_no_gpu
 
 _QUICK_REPEATS = 5
 _QUICK_TURNS = 4
+_BUDGET = 120.0
+# Suites that are measured as a whole, and what they do not take; nor does the suite of host times.
+_WHOLE = tuple(name for name, suite in suites.SUITES.items() if suite.listed)
+_NOT_OF_WHOLE = ("quick", "repeats", "burst", "budget")
+_NOT_OF_HOST = ("peers", "burst", "budget")
 _NO_MATPLOTLIB = 'a plot needs matplotlib: pip install "rawattn[bench]"'
 
 
@@ -28,9 +33,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         description="Measure rawattn on this GPU beside the peers that are installed: "
-        f"{', '.join(grids.PEERS)} (torch, torch, flash_attn.cute, jax, torch, torch, "
-        "flash_sparse_attn).",
-        epilog="Suites. " + " ".join(f"{name}: {s.summary}." for name, s in suites.SUITES.items()),
+        + ", ".join(f"{name} (from {module})" for name, module in grids.MODULES.items())
+        + ".",
+        epilog="Suites. "
+        + " ".join(f"{name}: {s.summary}." for name, s in suites.SUITES.items())
+        + f" Not taken by {', '.join(_WHOLE)}: {_flags(_NOT_OF_WHOLE)}. Not taken by host: {_flags(_NOT_OF_HOST)}.",
     )
     parser.add_argument("--suite", choices=suites.SUITES, default="forward")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -40,14 +47,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="WORDS",
         default="",
         help='only the cases whose names have all these words, as in "dense D128 causal"; '
-        "host, dtypes, compile or memory: that figure alone; the suites "
-        f"{', '.join(name for name, s in suites.SUITES.items() if s.listed)} are measured as a whole",
+        f"or a figure alone, those that the suite has of {', '.join(_figure_names())}; the suites "
+        f"{', '.join(_WHOLE)} are measured as a whole",
     )
     parser.add_argument(
         "--peers",
         type=_peers,
         metavar="NAMES",
-        default=grids.PEERS,
         help=f"comma-separated, of {', '.join(grids.PEERS)}; none: rawattn alone",
     )
     parser.add_argument(
@@ -61,16 +67,14 @@ def add_parser(subparsers: Any) -> None:
         "--burst",
         type=duration,
         metavar="SECONDS",
-        default=BURST_SECONDS,
-        help="length of a burst (default %(default)g, in which all share one clock; in 0.3 or more "
+        help=f"length of a burst (default {BURST_SECONDS:g}, in which all share one clock; in 0.3 or more "
         "each reaches the clock of its own power, as calls do that follow each other for long)",
     )
     parser.add_argument(
         "--budget",
         type=arguments.seconds,
         metavar="SECONDS",
-        default=120.0,
-        help="once spent, what remains runs without peers (default %(default).0f)",
+        help=f"once spent, what remains runs without peers (default {_BUDGET:.0f})",
     )
     parser.add_argument("--list", action="store_true", help="list the cases; needs no GPU")
     parser.add_argument(
@@ -94,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     calls = host_suite.select(args.filter) if suite.host else []
     extras = [name for name in suite.figures if _wants(args, name)]
     try:
+        if args.source is None:
+            _check_options(args)
         if args.source is None and not (calls or chosen or extras):
             if suite.listed:
                 raise ValueError(
@@ -132,13 +138,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _figure_names() -> list[str]:
+    return list(dict.fromkeys(n for s in suites.SUITES.values() if not s.listed for n in s.figures))
+
+
+def _flags(options: Sequence[str]) -> str:
+    return ", ".join(f"--{option}" for option in options)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises for an option that would change nothing."""
+    suite = suites.SUITES[args.suite]
+    for option in _NOT_OF_WHOLE if suite.listed else _NOT_OF_HOST if suite.host else ():
+        if getattr(args, option) is not (False if option == "quick" else None):
+            raise ValueError(f"--{option}: the suite {args.suite} does not take it; leave it out")
+    if suite.listed and args.dtype == "float32":
+        raise ValueError(
+            f"--dtype: got float32, but the suite {args.suite} counts elements of 16 bits; "
+            "expected bfloat16 or float16"
+        )
+    if args.peers:
+        measured = [c.name for c in suites.contenders(args.suite) if not c.ours]
+        if unknown := [name for name in args.peers if name not in measured]:
+            raise ValueError(
+                f"--peers: got {', '.join(unknown)}, but beside the suite {args.suite} this machine "
+                f"measures {', '.join(measured)}"
+            )
+
+
 def _load(path: Path) -> Report:
+    expected = "expected a file that --json has written"
     try:
         return Report.load(path)
     except OSError as error:
-        raise OSError(
-            f"--from {path}: {error.strerror}; expected a file that --json has written"
-        ) from None
+        raise OSError(f"--from {path}: {error.strerror}; {expected}") from None
+    except ValueError as error:
+        raise ValueError(f"--from {error}; {expected}") from None
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -166,26 +201,26 @@ def _measure_host(args: argparse.Namespace, calls: list[host_calls.HostCall]) ->
 def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[str]) -> Report:
     require_gpu()
     started = time.monotonic()
-    wanted = [c for c in suites.contenders(args.suite) if c.ours or c.name in args.peers]
+    names = grids.PEERS if args.peers is None else args.peers
+    wanted = [c for c in suites.contenders(args.suite) if c.ours or c.name in names]
     suite = suites.SUITES[args.suite]
     repeats = args.repeats or (_QUICK_REPEATS if args.quick else REPEATS)
-    options = measure.Options(args.dtype, repeats, args.budget, args.burst)
-    with Progress(len(chosen) + len(extras)) as progress:
+    budget = _BUDGET if args.budget is None else args.budget
+    options = measure.Options(args.dtype, repeats, budget, args.burst or BURST_SECONDS)
+    with Progress(len(chosen) + (len(suite.listed) or len(extras))) as progress:
         first = []
         for name in [name for name in extras if name in suite.alone]:
-            first.append(_figures(suite, name, args.dtype, []))
-            progress.step(name)
+            first.append(_figures(suite, name, args.dtype, [], progress.step))
         report = measure.run(args.suite, chosen, wanted, options, progress.step)
         if suite.note and (chosen or not suite.cases(args.quick)):
             report.notes.append(suite.note)
         found = []
         for name in [name for name in extras if name not in suite.alone]:
             peers = report.peers
-            if peers and time.monotonic() - started > args.budget:
+            if peers and not suite.listed and time.monotonic() - started > budget:
                 peers = []
                 report.notes.append(f"{name}: without peers, as the budget was spent")
-            found.append(_figures(suite, name, args.dtype, peers))
-            progress.step(name)
+            found.append(_figures(suite, name, args.dtype, peers, progress.step))
         for figures, notes in (*found, *first):
             report.figures += figures
             report.notes += notes
@@ -193,13 +228,18 @@ def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[st
 
 
 def _figures(
-    suite: suites.Suite, name: str, dtype: str, peers: Sequence[str]
+    suite: suites.Suite, name: str, dtype: str, peers: Sequence[str], step: Callable[[str], None]
 ) -> tuple[list[Figure], list[str]]:
     """A suite's figures of one name, or the note that says why there are none: the table is still shown."""
+    found: list[Figure] = []
+    notes: list[str] = []
     try:
-        return suite.figures[name](dtype, peers), []
+        found = suite.figures[name](dtype, peers, *([step] if suite.listed else []))
     except Exception as error:
-        return [], [f"{name} n/a: {measure.describe(error)}"]
+        notes = [f"{name} n/a: {measure.describe(error)}"]
+    if not suite.listed:
+        step(name)
+    return found, notes
 
 
 def _wants(args: argparse.Namespace, figure: str) -> bool:
@@ -225,6 +265,6 @@ def _peers(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(name.strip() for name in text.split(","))
     if unknown := set(names) - set(grids.PEERS):
         raise argparse.ArgumentTypeError(
-            f"got {', '.join(sorted(unknown))}; accepted are {', '.join(grids.PEERS)}, or none"
+            f"got {', '.join(sorted(unknown)) or repr(text)}; accepted are {', '.join(grids.PEERS)}, or none"
         )
     return names
