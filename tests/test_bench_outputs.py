@@ -45,3 +45,13 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["bench", "--plot", str(tmp_path / "a.png")]) == 1
     assert 'pip install "rawattn[bench]"' in capsys.readouterr().err
+
+
+def test_an_earlier_report_of_host_times_has_no_plot_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Path(__file__).resolve().parents[1] / "bench" / "results" / "host-h200.json"
+    plot = tmp_path / "a.png"
+    assert cli.main(["bench", "--from", str(report), "--plot", str(plot)]) == 1
+    assert "--plot: the suite host has no plot" in capsys.readouterr().err
+    assert not plot.exists()

@@ -123,6 +123,24 @@ def test_legend_tells_reasons_and_compile_seconds():
     assert "compile n/a: reason" in text
 
 
+def test_bounds_are_short_and_never_seem_kept_where_they_are_not():
+    report = _report()
+    report.rows = []
+    report.figures = [
+        Figure("a", 0.9, "x", 1 / 1.08, at_most=True),
+        Figure("b", 1.0041, "x", 1.0, at_most=True),
+        Figure("c", 1.0, "x", 1.0, at_most=True),
+        Figure("d", None, "us", 3.44964, at_most=True, of="no memory"),
+    ]
+    lines = [line for line in render.markdown(report).splitlines() if "at most" in line]
+    assert lines == [
+        "| a | 0.9 x | at most 0.926 x | ok |  |",
+        "| b | 1.0041 x | at most 1 x | above |  |",
+        "| c | 1 x | at most 1 x | ok |  |",
+        "| d | n/a | at most 3.45 us | not available | no memory |",
+    ]
+
+
 def test_plot_writes_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     render.plot(_report(), tmp_path / "new" / "plot.png")

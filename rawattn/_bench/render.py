@@ -249,8 +249,10 @@ def _bounded(report: Report) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for figure in report.bounded():
         most = "at most" if figure.at_most else "at least"
-        bound = f"{most} {figure.bound:g} {figure.unit}".strip()
-        rows.append((figure.name, _value(figure), bound, figure.verdict, figure.of))
+        got, bound = _value(figure), f"{figure.bound:.3g} {figure.unit}".strip()
+        if got == bound and figure.verdict != "ok":  # so that it can be seen which is the greater
+            got, bound = (f"{x:.5g} {figure.unit}".strip() for x in (figure.value, figure.bound))
+        rows.append((figure.name, got, f"{most} {bound}", figure.verdict, figure.of))
     return rows
 
 

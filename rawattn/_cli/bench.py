@@ -25,6 +25,7 @@ _BUDGET = 120.0
 _WHOLE = tuple(name for name, suite in suites.SUITES.items() if suite.listed)
 _NOT_OF_WHOLE = ("quick", "repeats", "burst", "budget")
 _NOT_OF_HOST = ("peers", "burst", "budget")
+_NO_PLOT = "--plot: the suite host has no plot; --markdown and --json write its table"
 _NO_MATPLOTLIB = 'a plot needs matplotlib: pip install "rawattn[bench]"'
 
 
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         _check_outputs(args)
         if args.source is not None:
             report = _load(args.source)
+            if args.plot is not None and report.host:
+                raise ValueError(_NO_PLOT)
         elif calls:
             report = _measure_host(args, calls)
         else:
@@ -183,9 +186,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
             outputs.check(f"--{option}", path)
     if args.plot is not None:
         if args.source is None and suites.SUITES[args.suite].host:
-            raise ValueError(
-                "--plot: the suite host has no plot; --markdown and --json write its table"
-            )
+            raise ValueError(_NO_PLOT)
         outputs.check_ending("--plot", args.plot, render.PLOT_ENDINGS)
         if args.source is None and importlib.util.find_spec("matplotlib") is None:
             raise ImportError(_NO_MATPLOTLIB)
