@@ -108,14 +108,16 @@ def run(args: argparse.Namespace) -> int:
     context = make_context(keys, queries, xp, args.seed)
     q, k, v = context.q, context.k, context.v
     mask = rawattn.topk_mask(importance(context), keep)
+    width = max(BLOCK, keys // 64)
     print(f"{keys} keys, of which the last {queries} are queries; {keep} keys kept; {backend}")
+    print(f"a sign is {width} keys: # all kept, + seen by some queries or kept in part, . hidden")
     for head in range(HEADS_KV):
         kept = mask.kept[0, head, 0, ::BLOCK] // BLOCK
         earlier = kept[kept < (keys - queries) // BLOCK].tolist()
         shown = " ".join(map(str, earlier[:12])) + (" ..." if len(earlier) > 12 else "")
         print(f"key head {head}: {len(earlier)} blocks of the context: {shown}")
         line = rawattn.show_mask(
-            mask, seqlen_q=queries, causal=True, head=head, tile=(queries, max(BLOCK, keys // 64))
+            mask, seqlen_q=queries, causal=True, head=head, tile=(queries, width)
         )
         print(line.partition("\n")[2])
 

@@ -50,6 +50,8 @@ def attend_to_copies(
 
 def run(args: argparse.Namespace) -> int:
     """Compute both ways on random arrays. The exit status is 1 if they differ."""
+    if args.arrays == "cupy" and not has_gpu():
+        raise RuntimeError("--arrays: got cupy, but there is no GPU; numpy needs none")
     xp: Any = importlib.import_module(args.arrays or ("cupy" if has_gpu() else "numpy"))
     rng = np.random.default_rng(args.seed)
 

@@ -97,6 +97,17 @@ def check_file(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: cannot be written")
 
 
+def read(path: Path) -> str:
+    """The text of a file. An error names the option."""
+    expected = "expected a file of UTF-8 text"
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise OSError(f"--text {path}: {error.strerror}; {expected}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {path}: {error}; {expected}") from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Train on nine tenths of the text, print what the model writes, plot the losses."""
     from matplotlib.figure import Figure
@@ -105,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     if args.save:
         check_file("--save", args.save)
-    text = args.text.read_text("utf-8") if args.text else documentation()
+    text = read(args.text) if args.text else documentation()
     letters = sorted(set(text))
     tokens = np.searchsorted(letters, list(text))
     learnt, held_out = np.split(tokens, [len(tokens) * 9 // 10])

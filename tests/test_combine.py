@@ -366,3 +366,11 @@ def test_the_example_runs(backend: list[str]) -> None:
     run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert run.returncode == 1
     assert re.fullmatch(r"shared_prefix\.py: .+\n", run.stderr), "an error is one line"
+
+
+def test_the_example_without_a_gpu() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "examples/shared_prefix.py"), "--arrays", "cupy"]
+    run = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 1
+    assert run.stderr.startswith("shared_prefix.py: --arrays: got cupy, but there is no GPU")

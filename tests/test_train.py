@@ -177,9 +177,9 @@ def test_command(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--text", "missing.txt"], "missing.txt"),
+        (["--text", "missing.txt"], "--text missing.txt: No such file or directory; expected a"),
         (["--text", "short.txt"], "9 characters, expected more than 1300"),
-        (["--text", "latin.txt"], "utf-8"),
+        (["--text", "latin.txt"], "--text latin.txt: 'utf-8' codec can't decode byte"),
         (["--heads", "3"], "width: got 128, expected a multiple of heads = 3"),
     ],
     ids=["missing", "short", "not-utf-8", "heads"],
