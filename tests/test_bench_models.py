@@ -44,6 +44,7 @@ def test_ours_is_the_attention_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(graphs, "sets", lambda nbytes: 2)
     sides = models._sides(Model("MLA", 2, 5, 7, 4, 2, 24, 16, causal=True), "float32")
     assert len(sides.ours) == len(sides.rows) == 2
+    assert sides.causal is True
     assert sides.rows[0][0] is not sides.rows[1][0]
     for call, qkv in zip(sides.ours, sides.rows, strict=True):
         exact = reference.attention(*qkv, causal=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rawattn._bench import graph_peers, serving, serving_cases, suites
+from rawattn._bench import graph_peers, graphs, serving, serving_cases, suites
 from rawattn._bench.graph_peers import Sides
-from rawattn._bench.grids import CUDNN, FA2, FA4
+from rawattn._bench.grids import CUDNN, FA2, FA4, FA4_PAGED
 from rawattn._bench.report import Figure
 from rawattn._bench.serving_cases import Serving
-from rawattn._bench.timing import Entrant
+from rawattn._bench.timing import Entrant, Timing
 from tests.bench_fakes import pretended, pretended_race
 
 CASES = [
@@ -141,6 +144,25 @@ def test_a_chunk_that_fails_leaves_the_other_lines(
     assert all(figure.value is not None for figure in figures if figure.name in in_rows)
 
 
+def test_pages_are_compared_with_libraries_that_read_pages(
+    without_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def over_fastest(name: str, nbytes: int, prepare: Any, peers: Any, most: float) -> Figure:
+        asked[name] = list(peers)
+        return Figure(name, 1.0, "x", most, at_most=True)
+
+    monkeypatch.setattr(graph_peers, "over_fastest", over_fastest)
+    figures_of(serving.prefill, "bfloat16", [CUDNN, FA4_PAGED])
+    for case in serving_cases.PREFILL:
+        assert asked[case.name] == [CUDNN, FA4_PAGED]
+        assert asked[case.in_pages(16).name] == [FA4_PAGED]
+    # In decoding those that read no pages get the same keys in rows.
+    figures_of(serving.decode, "bfloat16", [CUDNN, FA4_PAGED])
+    assert asked[serving_cases.SMALL[0].in_pages(16).name] == [CUDNN, FA4_PAGED]
+
+
 def test_without_peers_nothing_is_ok(without_gpu: None) -> None:
     found = bounded(figures_of(serving.decode, "bfloat16", []))
     assert {f.verdict for name, f in found.items() if "fastest peer" in name} == {"not available"}
@@ -185,6 +207,97 @@ def test_who_reads_no_pages_gets_the_same_keys_in_rows() -> None:
         for sequence, ids in zip(rows, table, strict=True):
             np.testing.assert_array_equal(sequence, np.concatenate(pages[ids]))
     assert serving._in_rows(serving_cases.alike(3, 64, 2, 1), cache)[1] is k
+    shorter = serving_cases.alike(3, 60, 2, 1).in_pages(16)
+    assert shorter.pages == case.pages
+    for rows, whole in zip(serving._in_rows(shorter, cache)[1:], in_rows, strict=True):
+        np.testing.assert_array_equal(rows, whole[:, :60])
+
+
+SMALLEST = serving_cases.alike(2, 37, 4, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALLEST,
+        SMALLEST.in_pages(16),
+        replace(SMALLEST, name="window", window_left=9, sink=2).in_pages(16),
+        SMALLEST.under_a_mask(),
+        SMALLEST.with_a_bias(),
+    ],
+    ids=lambda case: case.name,
+)
+def test_ours_is_the_attention_of_the_case(case: Serving) -> None:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray[Any, Any]:
+        return rng.standard_normal(shape, np.float32)
+
+    q, k, v = normal(2, 3, 4, 8), normal(2, 37, 2, 8), normal(2, 37, 2, 8)
+    i, j = np.arange(34, 37)[:, None], np.arange(37)
+    seen = j <= i
+    if case.window_left is not None:
+        seen &= (i - j <= case.window_left) | (j < case.sink)
+    mask = serving.mask_of(case) if case.masked else None
+    bias = normal(2, 4, 3, 37) if case.biased else None
+    table, lengths = None, np.full(2, 37, np.int32)
+    pages = [k, v]
+    if case.page_size:
+        table = serving.table_of(case)
+        pages = [np.full((case.pages, 16, 2, 8), np.nan, np.float32) for _ in "kv"]
+        for pool, rows in zip(pages, (k, v), strict=True):
+            pool[table] = np.pad(rows, ((0, 0), (0, 11), (0, 0), (0, 0))).reshape(2, 3, 16, 2, 8)
+    out = serving._ours(case, serving.Cache(q, *pages, table, lengths, mask, bias))()
+    scores = np.einsum("bihd,bjhd->bhij", q, np.repeat(k, 2, axis=2)) / np.sqrt(8)
+    scores = np.where(seen if mask is None else seen & mask, scores, -np.inf)
+    weights = np.exp(scores if bias is None else scores + bias)
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bhij,bjhd->bihd", weights, np.repeat(v, 2, axis=2))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_bytes_of_new_rows_are_read_and_written() -> None:
+    case = serving_cases.alike(2, 37, 4, 2, 3)
+    of_a_row = (4 + 2 + 2) * 128 * 2  # a query of each head, and keys and values
+    assert case.new_bytes == 2 * 2 * 3 * of_a_row
+
+
+def test_the_bandwidth_is_that_of_the_fastest_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    device = types.SimpleNamespace(attributes={"MultiProcessorCount": 10})
+    data = types.SimpleNamespace(nbytes=2 << 30)
+    fake = types.SimpleNamespace(
+        zeros=lambda count, dtype: data if count > 1 else "out",
+        RawKernel=lambda *source: lambda *launch: launched.append(launch),
+        cuda=types.SimpleNamespace(Device=lambda: device),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(serving, "EventClock", object)
+
+    def race(entrants: dict[str, Entrant]) -> dict[str, Timing]:
+        for entrant in entrants.values():
+            entrant.call()
+        return {name: Timing((seconds,)) for name, seconds in zip(entrants, (3, 2, 4), strict=True)}
+
+    monkeypatch.setattr(serving, "race", race)
+    assert serving.read_bandwidth() == (2 << 30) / 2
+    # Every 16 bytes once, by 4, 8 or 16 blocks for each multiprocessor.
+    assert launched == [((10 * n,), (512,), (data, (2 << 30) // 16, "out")) for n in (4, 8, 16)]
+
+
+def test_peers_get_the_mask_or_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_ours", lambda case, cache: "call")
+    monkeypatch.setattr(graphs, "sets", lambda nbytes: 2)
+    plain = serving.Cache("q", "k", "v", None, "lengths")
+    for cache, told in (
+        (plain, None),
+        (plain._replace(mask="mask"), "mask"),
+        (plain._replace(bias="bias"), "bias"),
+    ):
+        monkeypatch.setattr(serving, "make", lambda case, dtype, cache=cache: cache)
+        sides = serving._sides(serving_cases.SMALL[0], "bfloat16")
+        assert (sides.masks, sides.causal) == ([told] * 2, True)
+        assert sides.rows == [("q", "k", "v")] * 2
 
 
 def test_the_suites_are_there() -> None:
