@@ -29,7 +29,10 @@ import rawattn
 from rawattn._bench import graph_peers, graphs, machine
 from rawattn._bench.grids import CUDNN
 from rawattn._bench.timing import Call, Entrant, race
+from rawattn._call import outputs
+from rawattn._cli import arguments
 from rawattn._kernels.selection import only
+from rawattn._runtime.devices import why_no_gpu
 
 KEYS = ("rows", "bias", "mask", "pages")
 _DTYPE, _ITEMSIZE = "bfloat16", 2
@@ -174,17 +177,29 @@ def summary(results: Sequence[tuple[Shape, dict[str, float]]]) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python bench/random_shapes.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shapes", type=int, default=200, help="how many (%(default)s)")
+    parser.add_argument(
+        "--shapes", type=arguments.count, metavar="N", default=200, help="how many (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
     parser.add_argument("--keys", choices=KEYS, default="rows", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="a file for the times of each shape")
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="a file for the times of each shape"
+    )
+    given = parser.parse_args(argv)
+    try:
+        if given.json:
+            outputs.check("--json", given.json)
+        if (why := why_no_gpu()) is not None:
+            raise RuntimeError(f"GPU kernels are timed, and there is no usable GPU: {why}")
+    except (OSError, RuntimeError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     source = random.Random(given.seed)
     results = []
     for n in range(given.shapes):
@@ -193,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{n + 1}/{given.shapes}] {tuple(shape)}", file=sys.stderr)
     if given.json:
         rows = [{**shape._asdict(), **times} for shape, times in results]
+        given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
     print("\n".join(summary(results)))
     return 0

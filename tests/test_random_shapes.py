@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +44,32 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         random_shapes.main(["--keys", "all"])
     assert "invalid choice: 'all'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        random_shapes.main(["--shapes", "0"])
+    assert "--shapes: got 0, expected a whole number" in capsys.readouterr().err
+
+
+def test_what_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_shapes, "measure", lambda shape: pytest.fail("the work began"))
+    assert random_shapes.main(["--json", str(tmp_path)]) == 1
+    assert "--json" in (said := capsys.readouterr().err) and "is a directory" in said
+    monkeypatch.setattr(random_shapes, "why_no_gpu", lambda: "no NVIDIA driver")
+    assert random_shapes.main([]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith("there is no usable GPU: no NVIDIA driver\n") and said.count("\n") == 1
+
+
+def test_times_are_written_where_there_is_no_folder_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"chosen": 2.0, "decode": 2.0, "forward": 1.0}
+    monkeypatch.setattr(random_shapes, "measure", lambda shape: times)
+    monkeypatch.setattr(random_shapes, "why_no_gpu", lambda: None)
+    path = tmp_path / "new" / "shapes.json"
+    assert random_shapes.main(["--shapes", "3", "--json", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert "over the quicker kernel: 2.000 in the mean of 3" in shown.out
+    assert shown.err.startswith("[1/3] ")
+    assert [row["chosen"] for row in json.loads(path.read_text())] == [2.0] * 3

@@ -310,7 +310,12 @@ def test_a_winner_that_fails_in_another_variant_is_not_written(search: Path, til
         (["sm90_forward", "--compile-only", "--arch", "sm_80"], "is for sm_90a"),
         (["portable_forward", "--compile-only", "--tables", "left"], "--tables: got left"),
         (["portable_forward", "--compile-only", "--filter", "x"], "no case has the words"),
-        (["--from", "nowhere.json"], "nowhere.json"),
+        (["--from", "nowhere.json"], "--from nowhere.json: No such file or directory; expected a"),
+        (
+            ["--from", str(ROOT / "bench/results/host-h200.json")],
+            "(it has no 'searches'); expected",
+        ),
+        (["sm90_forward", "--json", str(ROOT)], f"--json {ROOT}: is a directory"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

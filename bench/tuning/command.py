@@ -13,6 +13,7 @@ from bench.tuning.candidates import label
 from bench.tuning.kernels import KERNELS, Kernel
 from rawattn._bench import peers
 from rawattn._bench.timing import BURST_SECONDS
+from rawattn._call import outputs
 from rawattn._cli.bench import duration, require_gpu
 from rawattn._compile import compiler
 from rawattn._kernels import tile_tables
@@ -101,6 +102,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.kernel is None:
         raise ValueError("name a kernel, or a file after --from")
     kernel = KERNELS[args.kernel]
+    if args.json is not None:
+        outputs.check("--json", args.json)
     if not args.compile_only:
         require_gpu()
     arch = _arch(args, kernel)

@@ -77,7 +77,7 @@ def save(searches: Sequence[Search], path: Path) -> None:
 
 
 def load(path: Path) -> list[Search]:
-    """Read searches from a file that `save` wrote. Raises ValueError for any other file."""
+    """Read searches from a file that `save` wrote. Raises ValueError for any other file, OSError if it cannot be read."""
 
     def figure(data: dict[str, object]) -> Figure:
         results = data.pop("results")
@@ -87,14 +87,20 @@ def load(path: Path) -> list[Search]:
             results={case: Result(**result) for case, result in results.items()},
         )
 
+    expected = "expected a file that --json has written"
     try:
         searches = json.loads(path.read_text(encoding="utf-8"))["searches"]
         for search in searches:
             for group in ("figures", "peers"):
                 search[group] = [figure(each) for each in search[group]]
         return [Search(**search) for search in searches]
-    except (KeyError, TypeError, AttributeError, AssertionError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: holds no searches of bench/tune.py ({error})") from error
+    except OSError as error:
+        raise OSError(f"--from {path}: {error.strerror}; {expected}") from None
+    except (KeyError, TypeError, AttributeError, AssertionError, ValueError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"--from {path}: no searches of bench/tune.py ({what}); {expected}"
+        ) from error
 
 
 def refusals(search: Search) -> str:
