@@ -204,7 +204,8 @@ class World:
 def test_calls_take_turns_and_their_waiting_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     chosen = [world.call("base", 40e-6), world.call("ours", 16e-6)]
-    rows = host_suite.measure_calls(chosen, setup(), world.wait, turns=3)
+    rows, taken = host_suite.measure_calls(chosen, setup(), world.wait, turns=3)
+    assert taken == 3
     assert [row.seconds for row in rows] == pytest.approx([40e-6, 16e-6])
     names = [name for name in world.log if name != "wait"]
     turns = [name for n, name in enumerate(names) if n == 0 or names[n - 1] != name]
@@ -229,7 +230,7 @@ def test_a_call_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest.Mo
         world.call("ours", 16e-6),
     ]
     heard: list[str] = []
-    rows = host_suite.measure_calls(chosen, setup(), world.wait, turns=2, step=heard.append)
+    rows, _ = host_suite.measure_calls(chosen, setup(), world.wait, turns=2, step=heard.append)
     found = {row.name: (row.seconds, row.reason) for row in rows}
     assert found["dies at once"] == found["dies midway"] == (None, "failed: RuntimeError: no more")
     assert found["absent"] == (None, "left out: no module torch")
@@ -240,8 +241,10 @@ def test_a_call_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest.Mo
 
 def test_time_that_is_spent_ends_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
-    host_suite.measure_calls([world.call("base", 0.1)], setup(), world.wait, turns=99, seconds=1.0)
+    base = world.call("base", 0.1)
+    _, taken = host_suite.measure_calls([base], setup(), world.wait, turns=99, seconds=1.0)
     batches = world.log.count("base") / host_suite.BATCH
+    assert taken == 3
     assert batches == 1 + 3 * host_suite._BATCHES
 
 

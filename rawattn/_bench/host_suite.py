@@ -46,12 +46,13 @@ def run(chosen: Sequence[HostCall], dtype: str, turns: int, step: Callable[[str]
     import cupy
 
     setup = Setup(cupy, dtype=dtype)
-    rows = measure_calls(chosen, setup, cupy.cuda.runtime.deviceSynchronize, turns=turns, step=step)
+    synchronize = cupy.cuda.runtime.deviceSynchronize
+    rows, taken = measure_calls(chosen, setup, synchronize, turns=turns, step=step)
     return Report(
         suite="host",
         dtype=dtype,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        repeats=turns,
+        repeats=taken,
         machine=machine.facts(machine.Sensors()),
         versions=machine.versions(),
         matmul_flops=0.0,
@@ -69,8 +70,8 @@ def measure_calls(
     turns: int = TURNS,
     step: Callable[[str], None] = lambda text: None,
     seconds: float = _SECONDS,
-) -> list[HostRow]:
-    """A row for each call, also for those that raise or are `Absent`."""
+) -> tuple[list[HostRow], int]:
+    """A row for each call, also for those that raise or are `Absent`; and the number of turns for which there was time."""
     rows = {call.name: HostRow(call.name, call.bound, call.over, call.also) for call in chosen}
     lanes = []
     for asked in chosen:
@@ -88,10 +89,9 @@ def measure_calls(
         except Exception as error:  # the other rows are still shown
             row.reason = f"failed: {measure.describe(error)}"
             step(f"{asked.name}: {row.reason}")
-    begun = time.monotonic()
-    for turn in range(turns):
-        if turn >= _LEAST_TURNS and time.monotonic() - begun > seconds:
-            break
+    begun, taken = time.monotonic(), 0
+    while taken < turns and (taken < _LEAST_TURNS or time.monotonic() - begun <= seconds):
+        taken += 1
         for lane in list(lanes):
             try:
                 lane.samples += _batches(lane.call, synchronize)
@@ -100,7 +100,7 @@ def measure_calls(
                 lanes.remove(lane)
     for lane in lanes:
         rows[lane.asked.name].seconds = statistics.median(lane.samples)
-    return list(rows.values())
+    return list(rows.values()), taken
 
 
 def _batches(call: Call, synchronize: Call) -> list[float]:
