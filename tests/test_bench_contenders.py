@@ -171,6 +171,30 @@ def test_a_peer_makes_its_forward_once_and_then_its_backward_alone(
     assert not pretend_torch[0][3], "no graph in a forward that is timed"
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_peers_are_told_what_a_case_hides(pretend_torch, causal):
+    peers = {c.name: c for c in suites.contenders("backward")}
+
+    def asked(name, packed=False, **more):
+        case = dataclasses.replace(small(packed)[0], backward=False, causal=causal, **more)
+        inputs = contender.Inputs(("q", "k", "v"), seqstart="starts", max_seqlen=6)
+        pretend_torch.clear()
+        with peers[name].scope():
+            peers[name].prepare(case, inputs)()
+        ((_, args, options, _),) = pretend_torch
+        return args[3:], {key: getattr(x, "name", x) for key, x in options.items()}
+
+    for name in ("cuDNN", "FA2"):
+        assert asked(name) == ([], {"is_causal": causal, "enable_gqa": True})
+        assert not asked(name, nheads_kv=4)[1]["enable_gqa"]
+    assert asked("FA2", packed=True)[0][-2:] == [causal, False]
+    told = {"causal": causal, "window_size": (9, None)}
+    assert asked("FA4", window_left=9) == ([], told)
+    lengths = {"cu_seqlens_q": "starts", "cu_seqlens_k": "starts"}
+    lengths |= {"max_seqlen_q": 6, "max_seqlen_k": 6}
+    assert asked("FA4", packed=True, window_left=9) == ([], told | lengths)
+
+
 def test_cudnn_takes_no_packed_sequences_and_jax_no_backward(pretend_torch):
     case, inputs = small(packed=True)
     everybody = {c.name: c for c in suites.contenders("forward")}
