@@ -207,3 +207,7 @@ def test_who_raises_in_the_race_of_dtypes(race_dtypes):
 def test_an_error_is_described_without_paths_of_the_machine() -> None:
     error = RuntimeError("overflow at /usr/share/x/allocator.h:49: for 32/8 heads\nmore")
     assert measure.describe(error) == "RuntimeError: overflow at allocator.h:49: for 32/8 heads"
+    error = RuntimeError("see https://docs.example.com/a/b.html, or file:///usr/share/x/b.html")
+    assert measure.describe(error) == (
+        "RuntimeError: see https://docs.example.com/a/b.html, or file:b.html"
+    )

@@ -159,7 +159,9 @@ def test_plot_of_figures_alone_has_a_bar_and_a_bound_for_each(tmp_path):
         Figure("median", 0.9, "x", 1.0, at_most=True),
         Figure("read bandwidth", 4.6, "TB/s"),
     ]
+    report.figures.append(Figure("just above", 1.0041, "x", 1.0, at_most=True))
     shares, others = figure_plot.draw(report, "#1b3a6b").axes
+    assert [text.get_text() for text in others.texts] == ["1.03", "0.9", "1.0041"]
     assert shares.get_title("left") == "share of the read bandwidth (higher is better)"
     assert [label.get_text() for label in shares.get_yticklabels()] == ["64 x 8192", "1 x 131072"]
     kept, missed = shares.patches
@@ -168,7 +170,7 @@ def test_plot_of_figures_alone_has_a_bar_and_a_bound_for_each(tmp_path):
     (marks,) = shares.collections
     assert [segment[0, 0] for segment in marks.get_segments()] == [0.95, 0.95]
     assert others.get_title("left") == "others (x, lower is better)"
-    assert [bar.get_width() for bar in others.patches] == [1.03, 0.9]
+    assert [bar.get_width() for bar in others.patches] == [1.03, 0.9, 1.0041]
     render.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     report.figures = []  # all failed

@@ -63,7 +63,7 @@ def _bars(axis: Any, found: list[tuple[str, Figure]], kept: str) -> None:
     colours = [kept if figure.verdict == "ok" else _MISSED for _, figure in found]
     bars = axis.barh(heights, values, color=colours)
     # Labels in the middle of bars, where no mark of a bound is.
-    labels = [f"{value:.3g}" for value in values]
+    labels = [figure.numbers[0] for _, figure in found]
     axis.bar_label(bars, labels, fontsize=7, label_type="center", color="white")
     bounds = [figure.bound for _, figure in found]
     ends = [[height + side for height in heights] for side in (-_HALF, _HALF)]

@@ -254,7 +254,9 @@ def difference(got: Any, expected: Any) -> float:
 
 def describe(error: Exception) -> str:
     """The type and the first line of an error, at most 160 characters. Of paths, which tell of one machine, the last name."""
-    text = re.sub(r"(?<!\w)/\S+/", "", (str(error).strip().splitlines() or [""])[0])
+    text = re.sub(
+        r"(?<!\w)(?<!https:)(?<!https:/)/\S+/", "", (str(error).strip().splitlines() or [""])[0]
+    )
     return f"{type(error).__name__}: {text}"[:160]
 
 

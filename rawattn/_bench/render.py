@@ -249,10 +249,8 @@ def _bounded(report: Report) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for figure in report.bounded():
         most = "at most" if figure.at_most else "at least"
-        got, bound = _value(figure), f"{figure.bound:.3g} {figure.unit}".strip()
-        if got == bound and figure.verdict != "ok":  # so that it can be seen which is the greater
-            got, bound = (f"{x:.5g} {figure.unit}".strip() for x in (figure.value, figure.bound))
-        rows.append((figure.name, got, f"{most} {bound}", figure.verdict, figure.of))
+        bound = f"{most} {figure.numbers[1]} {figure.unit}".strip()
+        rows.append((figure.name, _value(figure), bound, figure.verdict, figure.of))
     return rows
 
 
@@ -262,7 +260,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
 
 
 def _value(figure: Figure) -> str:
-    return "n/a" if figure.value is None else f"{figure.value:.3g} {figure.unit}".strip()
+    return "n/a" if figure.value is None else f"{figure.numbers[0]} {figure.unit}".strip()
 
 
 def _bounded_legend(report: Report) -> list[str]:

@@ -90,6 +90,17 @@ class Figure:
             return "ok" if self.value <= self.bound else "above"
         return "ok" if self.value >= self.bound else "below"
 
+    @property
+    def numbers(self) -> tuple[str, str]:
+        """The value and the bound, of three digits, or of five where a bound that is missed would seem kept."""
+        for digits in (3, 5):
+            value, bound = (
+                "" if x is None else f"{x:.{digits}g}" for x in (self.value, self.bound)
+            )
+            if value != bound or self.verdict == "ok":
+                break
+        return value, bound
+
 
 @dataclass(slots=True)
 class HostRow:
