@@ -93,7 +93,7 @@ def test_host_times_on_a_gpu(verb):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_floors_of_host_time_on_a_gpu():
-    rows = host_suite.measure_calls(
+    rows, _ = host_suite.measure_calls(
         host_suite.select("floor"),
         host_calls.Setup(cupy := pytest.importorskip("cupy")),
         cupy.cuda.runtime.deviceSynchronize,
