@@ -165,20 +165,40 @@ def test_a_suite_of_figures_alone_shows_its_progress(pretend_gpu, capsys, monkey
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--suite decode --quick", "--quick: the suite decode does not take it; leave it out"),
+        (
+            "--suite decode --repeats 9",
+            "--repeats: the suite decode does not take it; leave it out",
+        ),
         ("--suite prefill --repeats 9", "--repeats: the suite prefill does not take it"),
         ("--suite models --burst 0.01", "--burst: the suite models does not take it"),
-        ("--suite decode --budget 0", "--budget: the suite decode does not take it"),
         ("--suite host --peers none", "--peers: the suite host does not take it"),
         ("--suite decode --dtype float32", "got float32, but the suite decode counts elements of"),
-        ("--suite forward --peers FA2,FlashInfer", "--peers: got FlashInfer, but beside the suite"),
-        ("--suite prefill --peers efficient", "measures cuDNN, FA2, FA4, FA4 paged, FlashInfer"),
+        ("--suite forward --peers FlashInfer", "--peers: got FlashInfer, but beside the suite"),
+        (
+            "--suite prefill --peers efficient",
+            "cuDNN, FA2, FA4, FA4 paged, FlashInfer are measured",
+        ),
     ],
 )
 def test_options_that_would_change_nothing_are_refused(capsys, arguments, says):
     for more in ((), ("--list",)):
         assert cli.main(["bench", *arguments.split(), *more]) == 1
         assert says in capsys.readouterr().err
+
+
+def test_options_that_change_nothing_are_told(pretend_gpu, capsys, monkeypatch):
+    monkeypatch.setattr(suites, "contenders", lambda name: pretend_gpu)
+    figures = {"figures": lambda dtype, names, step: []}
+    suite = dataclasses.replace(suites.SUITES["decode"], figures=figures)
+    monkeypatch.setitem(suites.SUITES, "decode", suite)
+    given = ["--quick", "--budget", "9", "--peers", "FA2,efficient"]
+    assert cli.main(["bench", "--suite", "decode", *given]) == 0
+    shown = capsys.readouterr().out
+    assert "--quick changes nothing: the suite is measured as a whole" in shown
+    assert "--budget changes nothing" in shown
+    assert "--peers: efficient: not measured beside this suite" in shown
+    assert cli.main(["bench", "--suite", "decode"]) == 0
+    assert "--" not in capsys.readouterr().out.partition("CUDA graphs")[2]
 
 
 def test_no_name_of_a_peer(capsys):

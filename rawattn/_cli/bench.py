@@ -23,8 +23,8 @@ _QUICK_TURNS = 4
 _BUDGET = 120.0
 # Suites that are measured as a whole, and what they do not take; nor does the suite of host times.
 _WHOLE = tuple(name for name, suite in suites.SUITES.items() if suite.listed)
-_NOT_OF_WHOLE = ("quick", "repeats", "burst", "budget")
-_NOT_OF_HOST = ("peers", "burst", "budget")
+_NOT_OF_WHOLE = ("repeats", "burst")
+_NOT_OF_HOST = ("peers", "burst")
 _NO_PLOT = "--plot: the suite host has no plot; --markdown and --json write its table"
 _NO_MATPLOTLIB = 'a plot needs matplotlib: pip install "rawattn[bench]"'
 
@@ -120,8 +120,10 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(_NO_PLOT)
         elif calls:
             report = _measure_host(args, calls)
+            report.notes += _unused(args)
         else:
             report = _measure(args, chosen, extras)
+            report.notes += _unused(args)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"rawattn bench: {error}", file=sys.stderr)
         return 1
@@ -150,23 +152,38 @@ def _flags(options: Sequence[str]) -> str:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raises for an option that would change nothing."""
+    """Raises for an option that would change what is measured, but does not in this suite."""
     suite = suites.SUITES[args.suite]
     for option in _NOT_OF_WHOLE if suite.listed else _NOT_OF_HOST if suite.host else ():
-        if getattr(args, option) is not (False if option == "quick" else None):
+        if getattr(args, option) is not None:
             raise ValueError(f"--{option}: the suite {args.suite} does not take it; leave it out")
     if suite.listed and args.dtype == "float32":
         raise ValueError(
             f"--dtype: got float32, but the suite {args.suite} counts elements of 16 bits; "
             "expected bfloat16 or float16"
         )
-    if args.peers:
-        measured = [c.name for c in suites.contenders(args.suite) if not c.ours]
-        if unknown := [name for name in args.peers if name not in measured]:
-            raise ValueError(
-                f"--peers: got {', '.join(unknown)}, but beside the suite {args.suite} this machine "
-                f"measures {', '.join(measured)}"
-            )
+    if args.peers and not set(args.peers) & {*(measured := _measured(args.suite))}:
+        raise ValueError(
+            f"--peers: got {', '.join(args.peers)}, but beside the suite {args.suite} "
+            f"{', '.join(measured)} are measured; name one of these, or none"
+        )
+
+
+def _measured(suite: str) -> list[str]:
+    """The peers that are measured beside a suite."""
+    return [c.name for c in suites.contenders(suite) if not c.ours]
+
+
+def _unused(args: argparse.Namespace) -> list[str]:
+    """Notes on options that change nothing in this suite."""
+    suite, found = suites.SUITES[args.suite], []
+    if suite.listed and args.quick:
+        found.append("--quick changes nothing: the suite is measured as a whole")
+    if (suite.listed or suite.host) and args.budget is not None:
+        found.append("--budget changes nothing: the suite is measured as a whole")
+    if others := sorted({*(args.peers or ())} - {*_measured(args.suite)}):
+        found.append(f"--peers: {', '.join(others)}: not measured beside this suite")
+    return found
 
 
 def _load(path: Path) -> Report:
@@ -205,7 +222,8 @@ def _measure(args: argparse.Namespace, chosen: list[cases.Case], extras: list[st
     names = grids.PEERS if args.peers is None else args.peers
     wanted = [c for c in suites.contenders(args.suite) if c.ours or c.name in names]
     suite = suites.SUITES[args.suite]
-    repeats = args.repeats or (_QUICK_REPEATS if args.quick else REPEATS)
+    quick = args.quick and not suite.listed
+    repeats = args.repeats or (_QUICK_REPEATS if quick else REPEATS)
     budget = _BUDGET if args.budget is None else args.budget
     options = measure.Options(args.dtype, repeats, budget, args.burst or BURST_SECONDS)
     with Progress(len(chosen) + (len(suite.listed) or len(extras))) as progress:
