@@ -123,6 +123,7 @@ def _bad_arrays_of_options() -> list[Bad]:
     axes = r".*\(1 or 2 \(batch\), 1, 2 \(nheads_kv\) or 4 \(nheads_q\), 1 or 5 .*, 1 or 7 "
     return [
         bias("five-axes", (1, 2, 4, 5, 7), rf"shape \(1, 2, 4, 5, 7\), expected at most four{axes}"),
+        bias("five-axes-of-one", (1, 1, 1, 1, 7), rf"shape \(1, 1, 1, 1, 7\), expected at most four{axes}"),
         bias("batch", (3, 4, 5, 7), rf"shape \(3, 4, 5, 7\){axes}"),
         bias("heads", (2, 3, 5, 7), rf"shape \(2, 3, 5, 7\){axes}"),
         bias("rows", (2, 4, 6, 7), rf"shape \(2, 4, 6, 7\){axes}"),

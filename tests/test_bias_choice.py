@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from rawattn import ScoreMod
 from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._kernels import aligned_bias, registry
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import backward
-from rawattn._kernels.sm90 import forward
+from rawattn._kernels.portable import backward, backward_options
+from rawattn._kernels.portable.backward_options import ATOMIC_SUMS, DIRECT, OWN_KERNEL, VIA_COPY
+from rawattn._kernels.sm90 import bias_slots, forward
 from rawattn._kernels.target import Target, without_device
 from rawattn._kernels.variants import strides_of_pages
 from tests import problems
@@ -188,3 +190,62 @@ def test_small_tiles_of_the_backward(rows: int, shape: tuple[int, ...], small: b
     # If dbias is not wanted, there are no sums.
     alone = Operands(option_strides={"bias": strides}, alignments={"bias": 0})
     assert (backward.choose(call, H200, alone).tile_k == 64) == (rows <= 384)
+
+
+@pytest.mark.parametrize(
+    ("strides", "alignment", "by_rows"),
+    [
+        ((83200, 10400, 104, 1), 0, False),
+        ((83200, 10400, 104, 1), 8, True),
+        ((83200, 10400, 100, 1), 0, True),
+        ((83200, 10401, 104, 1), 0, True),
+        ((83200, -10400, 104, 1), 0, True),
+        ((0, 0, 104, 1), 0, False),
+    ],
+)
+def test_a_bias_that_tensor_maps_cannot_have_is_copied_by_rows(
+    strides: tuple[int, ...], alignment: int, by_rows: bool
+) -> None:
+    given = operands(*strides, alignment=alignment)
+    assert bias_slots.slot(biased((4, 8, 100, 104)), given, 128, 1).by_rows == by_rows
+
+
+def test_the_lines_of_a_slot() -> None:
+    """A slot has a line for each row and head of a tile, or one for all of them where the bias is shared by them."""
+    for shape, strides, lines in (
+        ((4, 8, 100, 104), (83200, 10400, 104, 1), (64, 4)),
+        ((4, 8, 1, 104), (832, 104, 104, 1), (1, 4)),
+        ((4, 8, 100, 104), (83200, 0, 104, 1), (64, 1)),
+        ((4, 2, 100, 104), (20800, 10400, 104, 1), (64, 1)),
+        ((1, 1, 100, 104), (10400, 10400, 104, 1), (64, 1)),
+    ):
+        slot = bias_slots.slot(biased(shape), operands(*strides), 64, 4)
+        assert (slot.rows, slot.heads) == lines
+
+
+WHOLE = (4, 8, 100, 104)
+
+
+@pytest.mark.parametrize(
+    ("call", "owned", "found"),
+    [
+        (biased(WHOLE), True, DIRECT),
+        (biased(WHOLE), False, VIA_COPY),
+        (biased((4, 8, 100, 100)), True, VIA_COPY),  # rows are no whole pieces of 16 bytes
+        (biased((4, 1, 100, 104)), True, ATOMIC_SUMS),
+        (biased((1, 8, 100, 104)), True, ATOMIC_SUMS),
+        (biased((4, 8, 1, 104)), True, OWN_KERNEL),
+        (biased(WHOLE, dtype="float32"), True, OWN_KERNEL),
+        (replace(biased(WHOLE), softcap=3.0), True, OWN_KERNEL),
+        (replace(biased(WHOLE), ragged=True), True, OWN_KERNEL),
+        (replace(biased(WHOLE), mask=ArrayForm("bool", WHOLE, WHOLE)), True, OWN_KERNEL),
+        (replace(biased(WHOLE), score_mod=ScoreMod("2 * score").text), True, OWN_KERNEL),
+    ],
+)
+def test_what_the_main_kernel_does_for_dbias(call: Problem, owned: bool, found: int) -> None:
+    assert call.bias is not None
+    call = replace(call, rows_k=call.bias.shape[3])
+    names = frozenset({"dbias"} if owned else ())
+    given = Operands(option_strides={"dbias": (1, 1, 1, 1)}, library_owned=names)
+    assert backward_options.by_main(call, given) == found
+    assert backward_options.by_main(call, Operands()) == OWN_KERNEL

@@ -159,6 +159,16 @@ def test_headdims(headdim: int, headdim_v: int) -> None:
     assert (described.headdim, described.headdim_v) == (headdim, headdim_v)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dense"),
+    [((5, 7), True), ((1, 7), True), ((5, 1), False), ((4, 1, 1), False), ((), False)],
+)
+def test_a_bias_is_dense_along_keys_that_it_has(shape: tuple[int, ...], dense: bool) -> None:
+    for array in (np.zeros(shape, np.float16), np.zeros((*shape, 2), np.float16)[..., 0]):
+        form = problem(bias=array).bias
+        assert form is not None and form.dense == (dense and array.flags.c_contiguous)
+
+
 def test_result_shapes() -> None:
     assert result_shapes(problem()) == ((3, 5, 4, 16), (3, 4, 5))
     assert result_shapes(problem(PACKED, seqs=STARTS)) == ((15, 4, 16), (4, 15))

@@ -10,8 +10,11 @@ import pytest
 from rawattn import ScoreMod
 from rawattn._call.options import ArrayForm
 from rawattn._kernels.operands import Operands
+from rawattn._kernels.portable import decode
+from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import tile_heads
+from rawattn._kernels.sm90 import tile_heads, tma
+from rawattn._strides import contiguous
 from tests.problems import CALL_OF_MANY, H200
 
 
@@ -136,3 +139,39 @@ def test_masks_of_keys(as_it_comes: bool, shape: tuple[int, ...], options: dict[
         assert replace(config, key_mask=False) == sm90_forward.choose(problem, H200, Operands())
     strided = replace(problem, mask=ArrayForm("bool", shape, shape, dense=False))
     assert not sm90_forward.choose(strided, H200, Operands()).key_mask
+
+
+@pytest.mark.parametrize("family", [decode, sm90_decode])
+@pytest.mark.parametrize("where", ["top_left", "positions"])
+def test_the_only_query_is_the_last_row_unless_it_has_a_place_of_its_own(
+    family: Any, where: str
+) -> None:
+    """Decoding's kernels leave out a causal mask for one query at the end of its keys, which hides nothing from it."""
+    assert not family.choose(CALL_OF_MANY, H200, Operands()).right
+    assert family.choose(replace(CALL_OF_MANY, **{where: True}), H200, Operands()).right
+
+
+def test_what_tma_cannot_read_in_place() -> None:
+    """TMA reads rows at multiples of 16 bytes. A stride between elements of which there is one alone does not matter."""
+    problem = replace(CALL_OF_MANY, batch=2, rows_q=3, nheads_q=4, nheads_kv=4)
+    shapes = {"q": (2, 3, 4, 128), "k": (2, 128, 4, 128), "v": (2, 128, 4, 128)}
+    strides = {name: contiguous(shape, 2) for name, shape in shapes.items()}
+    for pointers in range(0, 17, 2):
+        found = tma.unaligned(problem, Operands(strides, pointers))
+        assert found == (("q", "k", "v") if pointers % 16 else ())
+    for axis in range(3):
+        odd = list(strides["k"])
+        odd[axis] += 8
+        given = Operands({**strides, "k": tuple(odd)})
+        assert tma.unaligned(problem, given) == ("k",)
+        alone = {"batch": 1} if axis == 0 else {"rows_k": 1} if axis == 1 else {"nheads_kv": 1}
+        assert tma.unaligned(replace(problem, **alone), given) == ()
+
+
+@pytest.mark.parametrize("given", [Operands({"q": (1024, 1024, 256, 2)}, 8), Operands({}, 8)])
+def test_decoding_needs_keys_that_tma_can_read(given: Operands) -> None:
+    keys = dict.fromkeys("kv", (1 << 16, 256, 256, 2))
+    call = replace(CALL_OF_MANY, batch=2)
+    assert sm90_decode.supports(call, H200, Operands({**given.strides, **keys})) is None
+    refused = sm90_decode.supports(call, H200, replace(given, strides={**given.strides, **keys}))
+    assert refused is not None and "16 bytes" in refused
