@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rawattn._call import integers
 from rawattn._call.layout import host_lengths
 from rawattn._call.seq_layout import SeqLayout
+from rawattn._runtime.lengths import _any_on_host
 from tests.layout.on_device import OnDevice, batch, group, spans
 
 
@@ -24,6 +25,17 @@ def test_device_arrays_are_held_by_reference_and_read_at_each_call() -> None:
     assert spans(lengths)["len_k"] == [1, 2]
     lens._values[:] = [5, 0]
     assert spans(lengths)["len_k"] == [5, 0]
+
+
+NAMES = ("seqstart_q", "seqlen_q", "position_q", "seqstart_k", "seqlen_k", "position_k")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_needed_where_any_integers_are_on_the_host(name: str) -> None:
+    integers = {each: [0, 3, 5] if "start" in each else [2, 1] for each in NAMES}
+    there: dict[str, Any] = {each: OnDevice(x) for each, x in integers.items()}
+    assert not _any_on_host(group(SeqLayout(**there), 5, 5))
+    assert _any_on_host(group(SeqLayout(**{**there, name: integers[name]}), 5, 5))
 
 
 def test_differences_of_int32_do_not_overflow() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rawattn import SeqLayout
 from rawattn._call.layout import Lengths
+from rawattn._call.layout_keys import addresses_of
 from rawattn._call.structure import structure, token
 from tests.layout.on_device import OnDevice, group
 
@@ -47,3 +49,19 @@ def test_keys_with_the_sequences_of_the_queries() -> None:
     assert structure(alone).shared
     assert not structure(both).shared
     assert token(alone) is not token(both)
+
+
+def test_integers_of_the_host_are_sent_as_int32() -> None:
+    """Memory for them, and what kernels read there, follow from the bytes of each, whatever dtype they were given in."""
+    starts, lens = np.int64([0, 40, 70]), np.int64([30, 9])
+    for named in ({"seqlen_q": lens}, {"cu_seqlen_q": np.int64([5, 35, 44])}):
+        form = structure(group(SeqLayout(seqstart_q=starts, **named, position_q=lens), 70, 70))
+        assert (form.q.start, form.q.length, form.q.position) == (4, 4, 4)
+        assert not form.q.cumulative
+
+
+def test_addresses_of_positions_of_one_side() -> None:
+    position = on_device([3, 5])
+    for n, name in enumerate(("position_q", "position_k")):
+        found = addresses_of({name: position})
+        assert found == [0, 0, 0, 0, *([0] * n), 1 << 20, *([0] * (1 - n))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,15 @@ def test_launches_of_a_layout(device: Device, case: Case, launched: list[list[st
     runs = Runs(device, case)
     call = runs.prepared()
     assert [runs.run(call) for _ in launched] == launched
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_integers_of_the_host_beside_those_of_a_device(device: Device, side: str) -> None:
+    runs = Runs(device, ragged("beside", (30, 9, 0), (50, 1, 70), **SMALL, **GAPS))
+    there = device.lengths(runs.lengths)
+    runs.lengths = replace(there, **{side: getattr(runs.lengths, side)})
+    call = runs.prepared()
+    assert [runs.run(call) for _ in range(2)] == [[CARRYING, MAIN], [SETUP, MAIN]]
 
 
 @pytest.mark.parametrize("case_of", [ragged, padded])
