@@ -359,6 +359,12 @@ def test_a_root_of_what_is_bent_at_zero(text: str, slopes: list[float]) -> None:
     np.testing.assert_allclose(found, slopes)
 
 
+def test_a_negative_power_of_an_int_is_that_of_a_float() -> None:
+    text, at = ScoreMod("score * (kv_idx + 1) ** -2").text, (0, 0, 0, 0, np.arange(3), 0, 0)
+    found = numpy_eval.evaluate(text, np.full(3, 36.0), *at, {}, ())
+    np.testing.assert_allclose(found, [36, 9, 4])
+
+
 @pytest.mark.parametrize("text", ["abs(score)", "abs(3 * score)", "abs(sqrt(score))"])
 def test_the_derivative_of_a_magnitude_at_zero_is_zero(text: str) -> None:
     at = [0] * len(POSITION)
