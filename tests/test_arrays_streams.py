@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,23 @@ def test_same_stream_is_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.order(0, 4096, 0)
     with pytest.raises(ImportError):
         streams.order(0, 8192, 0)
+
+
+def test_a_stream_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[Any, ...]] = []
+    runtime = SimpleNamespace(
+        eventRecord=lambda event, stream: done.append(("record", event, stream)),
+        streamWaitEvent=lambda stream, event, flags: done.append(("wait", stream, event, flags)),
+    )
+    cuda = SimpleNamespace(
+        Device=lambda device: nullcontext(done.append(("device", device))),
+        Event=lambda **_: SimpleNamespace(ptr=7),
+        runtime=runtime,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(streams, "is_capturing", lambda handle: False)
+    streams.order(4096, 8192, 1)
+    assert done == [("device", 1), ("record", 7, 4096), ("wait", 8192, 7, 0)]
 
 
 def test_legacy_stream_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

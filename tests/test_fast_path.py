@@ -14,6 +14,7 @@ from rawattn._interop.arrays import _frameworks as framework_of_type
 from rawattn._kernels.selection import only
 from rawattn._runtime import repeated
 from rawattn._verbs import fast_path
+from rawattn._verbs.paged_fast_path import of_append_kv, of_paged_attention
 from tests.fast_path_fakes import (
     NBYTES,
     SHAPE,
@@ -235,6 +236,19 @@ def test_calls_are_forgotten_when_there_are_too_many(
         for _ in range(3):
             rawattn.attention(*arrays(), scale=1.0 + n)
     assert 1 <= len(fast_path.closures_by_call["attention"]) <= 4
+
+
+@pytest.mark.parametrize(
+    ("gathered", "count"), [(of_paged_attention, 4), (of_append_kv, 5)], ids=["attention", "append"]
+)
+def test_calls_that_check_page_ids_are_never_launched_anew(gathered: Any, count: int) -> None:
+    args, plain = (object(),) * count, {"seqlen_k": object()}
+    assert gathered(args, plain) is not None
+    assert gathered(args, {**plain, "seqs": None, "validate": False}) is not None
+    for option in ({"validate": True}, {"validate": 1}, {"seqs": object()}):
+        assert gathered(args, {**plain, **option}) is None
+    for others in (args[1:], (*args, object())):
+        assert gathered(others, plain) is None
 
 
 def test_what_people_are_shown() -> None:

@@ -18,7 +18,7 @@ import pytest
 import rawattn
 from rawattn import SeqLayout
 from rawattn._runtime import graphs, guarded, on_gpu
-from rawattn._runtime.runs import RunMemory
+from rawattn._runtime.runs import RunMemory, lone_of
 from tests.counting_gpu import Gpu
 from tests.fast_path_fakes import NBYTES, Array, fake_gpu, of_backward
 
@@ -180,3 +180,13 @@ def test_threads_that_meet_on_a_stream_share_its_counters(monkeypatch: pytest.Mo
         thread.join()
     _, kept = own.counters[0]
     assert found == [kept, kept]
+
+
+def test_a_run_of_one_launch_without_scratch_is_simple() -> None:
+    launch = (print, 3)
+    plain, counted = RunMemory(0, [], []), RunMemory(0, [], [4])
+    assert lone_of([launch], plain) == (*launch, None)
+    lone = lone_of([launch], counted)
+    assert lone is not None and lone.counters is counted.counters
+    for launches, memory in (([], plain), ([launch] * 2, plain), ([launch], RunMemory(0, [8], []))):
+        assert lone_of(launches, memory) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,24 @@ def test_repeated_appends(put: Put, dispatched: list[Any], pair: bool, turns: bo
         turned = None if out is None else out.in_memory.array()
         call.verify(*(x.in_memory.array() for x in pools), turned)
     assert len(dispatched) <= 2
+
+
+def test_pages_that_share_memory_are_refused_of_a_known_append(put: Put) -> None:
+    call = appended((9, 4, 24, 3), 4, rows=2)
+    lengths = put(call.pages.seqlen_k)
+    for _ in range(3):
+        pools = [put(x, readonly=False) for x in call.pools()]
+        given = (put(call.k), put(call.v), *pools, put(call.pages.block_table))
+        rawattn.append_kv(*given, seqlen_k=lengths)
+        call.verify(*(x.in_memory.array() for x in pools), None)
+    made = rawattn.plan(rawattn.append_kv, *given, seqlen_k=lengths)
+    for _ in range(3):
+        made(*given)
+    for offset in (0, 64, -64):
+        pools[1].data.ptr = pools[0].data.ptr + offset
+        for again in (made, partial(rawattn.append_kv, seqlen_k=lengths)):
+            with pytest.raises(ValueError, match=r"^[kv]_pages: shares memory with [kv]_pages"):
+                again(*given)
 
 
 def test_planned_appends_write_out(put: Put) -> None:
