@@ -17,6 +17,7 @@ import pytest
 
 import rawattn
 from rawattn import SeqLayout
+from rawattn._kernels.sm90.forward_config import MOST_ORDERED
 from rawattn._runtime import graphs, guarded, on_gpu
 from rawattn._runtime.runs import RunMemory, lone_of
 from tests.counting_gpu import Gpu
@@ -36,7 +37,8 @@ def repeated(gpu: Gpu, kind: str) -> Callable[[], Any]:
     options: dict[str, Any] = {}
     if kind != "dense":
         q, k, v = (gpu.put(np.zeros((300, 4, 64), np.float16)) for _ in range(3))
-        starts: Any = np.array([0, 100, 300], np.int32)
+        count = MOST_ORDERED + 1 if kind == "many host lengths" else 2
+        starts: Any = np.linspace(0, 300, count + 1, dtype=np.int32)
         if kind == "device lengths":
             options = {"max_seqlen_q": 200, "max_seqlen_k": 200}
             starts = gpu.put(starts)
@@ -86,6 +88,19 @@ def test_a_graph_has_counters(kind: str, gpu: Gpu, monkeypatch: pytest.MonkeyPat
         call()
     assert len(made) == 2
     assert set(run_memory().counters) == {0, 8}
+
+
+@pytest.mark.parametrize("kind", [*CALLS, "many host lengths"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_graph_keeps_its_memory_where_the_framework_does_not(
+    kind: str, keeps: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = repeated(gpu, kind)
+    monkeypatch.setattr(gpu.own, "keeps_captured", lambda: keeps)
+    gpu.own.current = 8
+    for gpu.capturing, held in ((False, 0), (True, 1), (True, 2)):
+        call()
+        assert len(graphs._held) == (0 if keeps else held)
 
 
 @pytest.mark.parametrize("where", ["host", "device", "host, with lengths"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from rawattn._call import integers
 from rawattn._call.layout import host_lengths
 from rawattn._call.seq_layout import SeqLayout
-from rawattn._runtime.lengths import _any_on_host
+from rawattn._call.structure import structure
+from rawattn._runtime.lengths import LengthsMemory, _any_on_host
 from tests.layout.on_device import OnDevice, batch, group, spans
 
 
@@ -36,6 +38,29 @@ def test_memory_is_needed_where_any_integers_are_on_the_host(name: str) -> None:
     there: dict[str, Any] = {each: OnDevice(x) for each, x in integers.items()}
     assert not _any_on_host(group(SeqLayout(**there), 5, 5))
     assert _any_on_host(group(SeqLayout(**{**there, name: integers[name]}), 5, 5))
+
+
+@pytest.mark.parametrize("batch", range(1, 10))
+@pytest.mark.parametrize("left_out", [(), ("seqlen_q",), ("seqstart_k", "position_q"), NAMES[2:]])
+def test_each_array_is_where_its_address_says(batch: int, left_out: tuple[str, ...]) -> None:
+    """The integers of the host, which are sent as one piece of memory, overlap neither each other nor what lies behind."""
+    lens = np.arange(1, batch + 1)
+    starts = np.append(0, 2 * np.cumsum(lens))
+    integers = {name: starts if "start" in name else lens + n for n, name in enumerate(NAMES)}
+    integers.update(seqlen_q=lens, seqlen_k=2 * lens)
+    given = {name: x for name, x in integers.items() if name not in left_out}
+    lengths = group(SeqLayout(**given), int(starts[-1]), int(starts[-1]))
+    memory = LengthsMemory(structure(lengths), 0, [40])
+    keeping: Any = SimpleNamespace(keep=lambda nbytes, device: (nbytes, 1 << 12))
+    nbytes, addresses, data, to = memory.addresses(lengths, keeping)
+    assert to == 1 << 12 and len(data) <= addresses.pop() - to == nbytes - 40
+    given.setdefault("seqstart_k", starts)
+    names = (*NAMES[:2], *NAMES[3:5], NAMES[2], NAMES[5])
+    for name, address in zip(names, addresses, strict=False):
+        assert (address > 0) == (name in given)
+        if name in given:
+            sent = data[address - to :][: 4 * len(given[name])]
+            np.testing.assert_array_equal(np.frombuffer(sent, np.int32), given[name])
 
 
 def test_differences_of_int32_do_not_overflow() -> None:

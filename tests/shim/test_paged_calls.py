@@ -212,21 +212,25 @@ def test_repeated_appends(put: Put, dispatched: list[Any], pair: bool, turns: bo
 
 
 def test_pages_that_share_memory_are_refused_of_a_known_append(put: Put) -> None:
-    call = appended((9, 4, 24, 3), 4, rows=2)
-    lengths = put(call.pages.seqlen_k)
+    call = appended((9, 4, 24, 3), 4, rows=2, rotary_dim=16)
+    named = {"seqlen_k": put(call.pages.seqlen_k), "rotary": tuple(map(put, call.rotary))}
     for _ in range(3):
         pools = [put(x, readonly=False) for x in call.pools()]
         given = (put(call.k), put(call.v), *pools, put(call.pages.block_table))
-        rawattn.append_kv(*given, seqlen_k=lengths)
-        call.verify(*(x.in_memory.array() for x in pools), None)
-    made = rawattn.plan(rawattn.append_kv, *given, seqlen_k=lengths)
+        q = put(call.q)
+        out = rawattn.append_kv(*given, q=q, **named)
+        call.verify(*(x.in_memory.array() for x in pools), out.in_memory.array())
+    made = rawattn.plan(rawattn.append_kv, *given, q=q, **named)
     for _ in range(3):
-        made(*given)
-    for offset in (0, 64, -64):
-        pools[1].data.ptr = pools[0].data.ptr + offset
-        for again in (made, partial(rawattn.append_kv, seqlen_k=lengths)):
-            with pytest.raises(ValueError, match=r"^[kv]_pages: shares memory with [kv]_pages"):
-                again(*given)
+        made(*given, q=q)
+    for other in (given[0], given[1], pools[0], q):
+        before = other.data.ptr
+        for offset in (0, 64, -64):
+            other.data.ptr = pools[1].data.ptr + offset
+            for again in (made, partial(rawattn.append_kv, **named)):
+                with pytest.raises(ValueError, match=r": shares memory with "):
+                    again(*given, q=q)
+        other.data.ptr = before
 
 
 def test_planned_appends_write_out(put: Put) -> None:
