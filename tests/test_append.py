@@ -173,6 +173,16 @@ def test_empty() -> None:
     rawattn.append_kv(call.k, call.v, *nothing, np.zeros((2, 0), int), seqlen_k=[0, 0])
 
 
+def test_angles_of_two_dtypes_are_refused() -> None:
+    call = appended(LENS, 4, rotary_dim=8, dtype=np.dtype(np.float16))
+    cos, sin = (x.astype(np.float32) for x in call.rotary)
+    for pair in ((cos, sin.astype(np.float16)), (cos.astype(np.float16), sin)):
+        with pytest.raises(
+            ValueError, match=r"^rotary: got sin float\d+ of shape .*, expected float"
+        ):
+            run(call, rotary=pair)
+
+
 CALL = appended(LENS, 4, rotary_dim=8, dtype=F32)
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "more new rows than keys": ({"seqlen_k": [9, 0, 24, 3]}, ValueError, "seqlen_k: got 0 keys for sequence 1"),

@@ -12,6 +12,7 @@ from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._kernels import aligned_bias, registry
+from rawattn._kernels.features import features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import backward, backward_options
 from rawattn._kernels.portable.backward_options import ATOMIC_SUMS, DIRECT, OWN_KERNEL, VIA_COPY
@@ -249,3 +250,23 @@ def test_what_the_main_kernel_does_for_dbias(call: Problem, owned: bool, found: 
     given = Operands(option_strides={"dbias": (1, 1, 1, 1)}, library_owned=names)
     assert backward_options.by_main(call, given) == found
     assert backward_options.by_main(call, Operands()) == OWN_KERNEL
+
+
+@pytest.mark.parametrize(
+    ("strides", "alignment", "pairs", "chunks"),
+    [
+        ((83200, 10400, 104, 1), 0, True, True),
+        ((83200, 10400, 104, 1), 4, True, False),
+        ((83200, 10400, 104, 1), 2, False, False),
+        ((83200, 10400, 106, 1), 0, True, False),
+        ((83200, 10400, 105, 1), 0, False, False),
+        ((83200, 10401, 104, 1), 0, False, False),
+        ((83201, 10400, 104, 1), 0, False, False),
+    ],
+)
+def test_neighbouring_keys_are_read_at_once_where_all_rows_allow_it(
+    strides: tuple[int, ...], alignment: int, pairs: bool, chunks: bool
+) -> None:
+    found = features(biased(WHOLE), operands(*strides, alignment=alignment))
+    assert (found.bias_pairs, found.bias_chunks) == (pairs, chunks)
+    assert not features(biased((4, 8, 100, 101)), operands(83200, 10400, 104, 1)).bias_pairs

@@ -11,6 +11,7 @@ import pytest
 import rawattn
 from rawattn import BlockMask, block_mask, reference, show_mask, topk_mask
 from rawattn._call.options import Options
+from rawattn._kernels.portable import mask_writing
 from rawattn._masks import host
 from rawattn._runtime.option_arrays import with_arrays
 from rawattn._runtime.verbs import FORWARD
@@ -330,3 +331,23 @@ def test_what_a_mask_says_of_itself() -> None:
     assert isinstance(mask, BlockMask)
     assert repr(mask) == f"<rawattn.BlockMask (2, 1, 75, 90) on the host, {mask.nbytes} bytes>"
     np.testing.assert_array_equal(host.to_bools(mask.bits, mask.shape), mask.to_bool())
+
+
+@pytest.mark.parametrize(
+    ("strides", "alignment", "dense"),
+    [
+        ((7680, 2560, 64, 1), 0, True),
+        ((64, 1), 0, True),
+        ((7680, 2560, 64, 1), 8, False),
+        ((7680, 2560, 64, 1), 15, False),
+        ((7680, 2560, 72, 1), 0, False),
+        ((7688, 2560, 64, 1), 0, False),
+        ((7680, 2560, 64, 2), 0, False),
+        ((7680, 2560, 64, 0), 0, False),  # one bool for all keys
+    ],
+)
+def test_which_arrays_of_bools_are_read_16_bytes_at_a_time(
+    strides: tuple[int, ...], alignment: int, dense: bool
+) -> None:
+    made = mask_writing.step((2, 3, 40, 64), strides, alignment)
+    assert made.source == mask_writing.source(dense)
