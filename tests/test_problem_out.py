@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
+from rawattn import append_kv
 from rawattn._call.checks import check_out
+from tests.append import appended
 from tests.problems import BATCH
 
 SHAPE = (3, 5, 4, 16)
 F16 = np.dtype(np.float16)
+LENS = (9, 1, 24, 3)
 
 
 def inputs() -> tuple[np.ndarray, ...]:
@@ -79,6 +82,18 @@ def test_out_of_the_wrong_dtype(dtype: str) -> None:
 def test_out_with_a_strided_last_axis() -> None:
     with pytest.raises(ValueError, match=r"^out: got a last-axis stride of 4 bytes, expected 2"):
         check(np.empty((3, 5, 4, 32), F16)[..., ::2])
+
+
+def test_a_last_axis_of_few_elements() -> None:
+    """The stride of a last axis counts from two elements on."""
+    check_out(np.empty((3, 5, 4, 2), F16)[..., ::2], shape=(3, 5, 4, 1), dtype=F16, others=[])
+    with pytest.raises(ValueError, match=r"^out: got a last-axis stride of 4 bytes, expected 2"):
+        check_out(np.empty((3, 5, 4, 4), F16)[..., ::2], shape=(3, 5, 4, 2), dtype=F16, others=[])
+    call = appended(LENS, 4, dims=(2, 2), dtype=F16)
+    gaps = np.repeat(call.pages.k_pages, 2, -1)[..., ::2]
+    given = {"k": call.k, "v": call.v, "k_pages": gaps, "v_pages": call.pages.v_pages.copy()}
+    with pytest.raises(ValueError, match=r"^k_pages: got a last-axis stride of 4 bytes"):
+        append_kv(**given, block_table=call.pages.block_table, seqlen_k=LENS)
 
 
 def test_unaligned_out() -> None:
