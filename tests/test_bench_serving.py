@@ -92,7 +92,7 @@ def test_decode_has_a_line_for_each_bound(without_gpu: None) -> None:
         figure.value == pytest.approx(0.25) and figure.verdict == "below" for figure in shares
     )
     small = [figure for name, figure in found.items() if "fastest peer" in name]
-    assert len(small) == len(serving_cases.SMALL) + 2 * len(serving_cases.MASKED)
+    assert len(small) == 2 * len(serving_cases.SMALL) + 2 * len(serving_cases.MASKED)
     assert all(0.4 < (figure.value or 0) < 0.6 and figure.verdict == "ok" for figure in small)
     uneven = found[f"{serving_cases.UNEVEN.name}: over its bytes at read bandwidth"]
     assert uneven.value == pytest.approx(4) and uneven.verdict == "above"

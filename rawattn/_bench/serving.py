@@ -73,7 +73,8 @@ def decode(dtype: str, peers: Sequence[str], step: Callable[[str], None]) -> lis
     for case, page_size in itertools.product(serving_cases.BIG[:2], serving_cases.MORE_PAGE_SIZES):
         _bandwidth_figures(found, case.in_pages(page_size), dtype, bandwidth, bound=None)
     for case in serving_cases.SMALL:
-        _over_peers(found, case.in_pages(16), dtype, peers, 1.0)
+        for each in (case, case.in_pages(16)):
+            _over_peers(found, each, dtype, peers, 1.0)
         step(case.name)
     for case in (*serving_cases.MASKED, *serving_cases.BIASED):
         _over_peers(found, case, dtype, peers, 1.0)
