@@ -107,7 +107,13 @@ def tile(
         ((1, 2048, 10240, (32, 8), 128, True, 16), "3 x 80, shared"),
         ((1, 512, 8704, (32, 8), 128, True), "2 x 128"),
         ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
-        ((8, 256, 8448, (32, 8), 128, True), "3 x 80"),
+        # Of three consumers two would have no rows in each head's last tile.
+        ((8, 256, 8448, (32, 8), 128, True), "2 x 128"),
+        ((8, 256, 8448, (32, 8), 128, True, 16), "2 x 128"),
+        ((16, 128, 8448, (32, 8), 128, True), "2 x 128"),
+        # Here tiles of two would take six rounds for four.
+        ((11, 256, 8448, (32, 8), 128, True), "3 x 80"),
+        ((16, 192, 16384, (32, 8), 128, True), "3 x 80"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
         # Few rows on some thousand keys: tiles that would leave most SMs idle are split by keys, whatever the number of tiles.
         ((1, 40, 4771, (16, 2), 128, False), "1 x 128, shared"),
@@ -351,11 +357,8 @@ def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
 @pytest.mark.parametrize(
     ("call", "options", "pairs"),
     [
-        (
-            (8, 256, 8448, 32, 8, 128),
-            {},
-            True,
-        ),  # six tiles of a kv head, of which the last has 64 rows
+        ((16, 192, 16384, 32, 8, 128), {}, True),  # four tiles of a kv head
+        ((8, 256, 8448, 32, 8, 128), {}, False),  # of two consumers
         ((4, 320, 16384, 16, 16, 128), {}, True),
         ((8, 256, 8448, 16, 8, 192), {}, True),
         ((8, 512, 8704, 32, 8, 256), {}, True),  # sixteen tiles
@@ -378,6 +381,30 @@ def test_pairs_of_blocks_on_cached_keys(
     arrays = [np.broadcast_to(np.zeros((), np.float16), (*x, headdim)) for x in shapes]
     problem, _ = describe(*arrays, causal=True, **options)
     assert (sm90_forward.choose(problem, H200, Operands()).cluster == 2) == pairs
+
+
+def test_sections_of_few_rounds() -> None:
+    """A section of heads has two rounds of tiles, where a call has few rounds of alike tiles."""
+
+    def sections(batch: int, rows: int, keys: int, **options: Any) -> int:
+        q, k = (
+            np.broadcast_to(np.float16(0), (batch, n, h, 128)) for n, h in ((rows, 32), (keys, 8))
+        )
+        problem, _ = describe(q, k, k, **{"causal": True} | options)
+        config = sm90_forward.choose(problem, H200, Operands())
+        clusters = 132 // config.cluster
+        nbytes = sm90_forward_steps.section_bytes(problem, config, clusters)
+        # As sections_of() in kernels_cu/attn/schedule/order.cuh counts them.
+        return min(8 * keys // (nbytes // 512), 7) + 1
+
+    assert sections(1, 2048, 10240) == sections(1, 2048, 34816) == sections(2, 2048, 10240) == 1
+    assert sections(1, 4096, 20000) == 2
+    assert sections(8, 2048, 10240) == 5, "twenty rounds"
+    assert sections(1, 1024, 9216) == 5, "one round and a third"
+    assert sections(1, 512, 33280) == 8, "less than a round"
+    assert sections(1, 4096, 12288) == 6, "unlike tiles"
+    assert sections(1, 2048, 10240, causal=False) == 5
+    assert sections(1, 2048, 10240, window=(4000, 0)) == 5
 
 
 def test_no_queries() -> None:

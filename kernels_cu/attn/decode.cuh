@@ -175,8 +175,11 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   if constexpr (kPaged)
     prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
   BlockLine line(p);
-  ring.wait_for_prior_kernels();
+  // Without lengths in memory the line is cut while earlier kernels still run.
+  constexpr bool kReadsLengths = kRagged || kPositions;
+  if constexpr (kReadsLengths) ring.wait_for_prior_kernels();
   line.cut(*reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt));
+  if constexpr (!kReadsLengths) ring.wait_for_prior_kernels();
   if (line.at >= line.end) return;
   Work<Ring> work;
   Segment previous;  // the segment before

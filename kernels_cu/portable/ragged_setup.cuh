@@ -10,7 +10,7 @@
 namespace ragged_setup {
 
 constexpr int kThreads = 256;
-using Order = OrderSequences<kThreads, const OrderInMemory>;
+using Order = OrderSequences<kThreads, LengthsInMemory, const OrderInMemory>;
 constexpr int kSharedBytes = Order::kSharedBytes;
 
 // The `found` of run() where all lengths are in GPU memory.
@@ -26,8 +26,9 @@ DEVICE void run(const RaggedSetupParams& p, int block, const Found& found, unsig
   if (block < ordering) {
     const ScheduleParams& schedule = block < p.schedule_blocks ? p.schedule0 : p.schedule1;
     const Side tiled = found(schedule.tiled), other = found(schedule.other);
+    const LengthsInMemory lengths{tiled, other};
     const OrderInMemory ordered{schedule.order};
-    const Order order{tiled, other, schedule.batch, schedule.tile, ordered};
+    const Order order{lengths, schedule.batch, schedule.tile, ordered};
     order(block % p.schedule_blocks, shared);
     return;
   }

@@ -26,6 +26,7 @@
 #include "sm90/forward_bias_rows.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_consumer.cuh"
+#include "sm90/forward_first_work.cuh"
 #include "sm90/forward_float8.cuh"
 #include "sm90/forward_key_mask.cuh"
 #include "sm90/forward_merge.cuh"
@@ -291,8 +292,15 @@ KERNEL CLUSTER(forward::kCluster)
   if constexpr (kInterleaved) clear_last_rows(shared);
   Slopes<kRamp>::write_keys(shared);
   target::launch_dependents();
-  target::wait_for_prior_kernels();
-  shared.own_order.find(p, shared.queries[0]);
+  if constexpr (kPaged) {
+    const int64 thread = int64(target::block_index()) * kThreads + target::thread_index();
+    prefetch_pages(p.forward.pages, p.forward.k_side.length, p.forward.batch, thread);
+  }
+  if (target::thread_index() < target::kWave) {
+    find_first_work(p, shared, target::thread_index());
+  } else {
+    target::wait_for_prior_kernels();
+  }
   if constexpr (kCluster == 1) {
     target::block_sync();
   } else {

@@ -225,24 +225,53 @@ struct StoredBarriers<true> {
 };
 struct Params : Sm90ForwardParams, CarriedIntegers<kCarriedWords> {};
 static_assert(sizeof(Params) == sizeof(Sm90ForwardParams) + 4 * kCarriedWords, "the host lays them out so");
-// The order of a ragged batch of up to kMostOrdered sequences, which each block finds for itself, in shared memory.
-// That takes less time than a launch before this one would, and the order lies nearer than in global memory.
+// Where the sequences of a ragged batch of up to kMostOrdered of them lay when they were looked at, in shared memory.
+template <bool kUsed>
+struct SeenLengths {
+  DEVICE bool look(const Params&, int) { return false; }
+};
+template <>
+struct SeenLengths<true> {
+  Span q[kMostOrdered], k[kMostOrdered];
+
+  DEVICE Span of_tiled(int sequence) const { return q[sequence]; }
+  DEVICE Span of_other(int sequence) const { return k[sequence]; }
+
+  // Looks at them again: each lane of a warp at some. Returns whether one of these lay elsewhere before.
+  DEVICE bool look(const Params& p, int lane) {
+    // References, so that a kernel that carries no integers makes no copies of its parameters.
+    const Side &side_q = p.resolve(p.forward.q_side), &side_k = p.resolve(p.forward.k_side);
+    bool differ = false;
+    for (int n = lane; n < p.forward.batch; n += target::kWave) {
+      differ |= replace(q[n], span_of(side_q, n));
+      differ |= replace(k[n], span_of(side_k, n));
+    }
+    return differ;
+  }
+
+ private:
+  DEVICE static bool replace(Span& old, const Span& now) {
+    const bool differ = old.start != now.start || old.length != now.length;
+    old = now;
+    return differ;
+  }
+};
+// The order of such a batch, which each block finds for itself, in shared memory. That takes less time than a launch
+// before this one would, and the order lies nearer than in global memory.
 template <bool kUsed>
 struct OwnOrder {
-  DEVICE void find(const Params&, unsigned char*) {}
+  DEVICE void find(const Params&, const SeenLengths<kUsed>&, unsigned char*) {}
 };
 template <>
 struct OwnOrder<true> {
   int sequences[kMostOrdered], first_tiles[kMostOrdered + 1];
 
-  // Called by all threads; a block barrier must follow. shared: memory that is not in use yet.
-  DEVICE void find(const Params& p, unsigned char* shared) {
-    const ForwardParams& f = p.forward;
-    if (f.order != nullptr) return;
-    // References, so that a kernel that carries no integers makes no copies of its parameters.
-    const Side &q = p.resolve(f.q_side), &k = p.resolve(f.k_side);
-    OrderSequences<kThreads, OwnOrder>{q, k, f.batch, kClusterQ, *this}(0, shared);
-    ptx::fence_async_proxy();  // TMA writes there next
+  // Called by the lanes of the first warp. shared: memory that is not in use yet.
+  DEVICE void find(const Params& p, const SeenLengths<true>& lengths, unsigned char* shared) {
+    const OrderSequences<target::kWave, SeenLengths<true>, OwnOrder, true> order{lengths, p.forward.batch, kClusterQ,
+                                                                                 *this};
+    for (int n = 0; n * target::kWave < p.forward.batch; n++) order(n, shared);
+    target::wave_sync();
   }
   DEVICE void put(int position, int sequence, const Span&, const Span&, int first_tile) {
     sequences[position] = sequence;
@@ -251,12 +280,13 @@ struct OwnOrder<true> {
   DEVICE void put_total(int batch, int tiles) { first_tiles[batch] = tiles; }
 };
 // The order of a ragged batch, for the producer: from global memory (data) where a launch has left one, else this
-// block's own.
+// block's own. seen: where its sequences lay, if memory must not be read, else null.
 template <bool kUsed>
 struct OrderOfBlock {
   OrderedSequence* data;
   const OwnOrder<kUsed>& own;
   const Params& params;
+  const SeenLengths<kUsed>* seen;
 
   DEVICE int first_tile(int position) const {
     return data != nullptr ? data[position].first_tile : own.first_tiles[position];
@@ -267,7 +297,8 @@ struct OrderOfBlock {
   DEVICE OrderedSequence at(const ForwardParams& p, int position) const {
     if (data != nullptr) return data[position];
     const int sequence = own.sequences[position];
-    const Span q = span_of(params.resolve(p.q_side), sequence), k = span_of(params.resolve(p.k_side), sequence);
+    const Span q = seen != nullptr ? seen->q[sequence] : span_of(params.resolve(p.q_side), sequence);
+    const Span k = seen != nullptr ? seen->k[sequence] : span_of(params.resolve(p.k_side), sequence);
     return {q.start, k.start, q.length, k.length, sequence, own.first_tiles[position]};
   }
 };

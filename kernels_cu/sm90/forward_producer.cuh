@@ -103,7 +103,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
-      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p}, index, line_position);
+      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p, nullptr}, index, line_position);
       ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[slot.slot]);
     }
   };
@@ -111,9 +111,9 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     index = int64(ticket) + target::grid_size() / kCluster;
     announce();
   };
-  if constexpr (kFindsEarly) announce();
-  for (;;) {
-    if constexpr (!kFindsEarly) announce();
+  // The first work has been handed out (sm90/forward_first_work.cuh).
+  for (bool first = true;; first = false) {
+    if (!kFindsEarly && !first) announce();
     const Item& work = s.work[slot.slot];
     // The other slot is written again only after all lanes have come here, and so have finished reading it.
     if constexpr (kProducerLanes > 1) target::wave_sync();

@@ -21,13 +21,16 @@ KEYS = (("k", "v"), ("k_pages", "v_pages"))
 L2_SHARE = 32 << 20
 
 
+def key_bytes(problem: Problem) -> int:
+    """Bytes of a key and its value."""
+    element = 1 if problem.float8 else ITEMSIZE[problem.dtype]
+    return (problem.headdim + problem.headdim_v) * element
+
+
 def forward(
     problem: Problem, structure: Structure, operands: Operands, section_bytes: int
 ) -> dict[str, Any]:
     """Fields of `params.FORWARD`. section_bytes: bytes of K and V whose heads are scheduled next to each other."""
-    key_bytes = (problem.headdim + problem.headdim_v) * (
-        1 if problem.float8 else ITEMSIZE[problem.dtype]
-    )
     k, v = KEYS[problem.pages is not None]
     return {
         **_strides(problem, operands, "q", "out"),
@@ -37,7 +40,7 @@ def forward(
         "lse_head": problem.rows_q,
         **side_fields("q_side", structure.q),
         **side_fields("k_side", structure.k),
-        "section_keys": section_bytes // key_bytes,
+        "section_keys": section_bytes // key_bytes(problem),
         **_of_problem(problem),
         **score_params.fields(problem, operands),
         **page_fields(problem, structure, operands),

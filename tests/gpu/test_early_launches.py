@@ -69,7 +69,23 @@ def _paged(rows: int) -> tuple[Arrays, Callable[..., Any]]:
     return arrays, lambda **given: rawattn.paged_attention(**given, causal=True)
 
 
-CASES = {"forward": _forward, "decode": lambda: _paged(1), "paged": lambda: _paged(200)}
+def _packed() -> tuple[Arrays, Callable[..., Any]]:
+    arrays = {name: _random(500, 4, 64) * n for n, name in enumerate("qkv", start=1)}
+    arrays["seqstart"] = cupy.asarray([0, 140, 150, 430, 500], np.int32)
+
+    def call(q: Any, k: Any, v: Any, seqstart: Any) -> Any:
+        seqs = rawattn.SeqLayout(seqstart_q=seqstart, max_seqlen_q=500, max_seqlen_k=500)
+        return rawattn.attention(q, k, v, seqs=seqs, causal=True)
+
+    return arrays, call
+
+
+CASES = {
+    "forward": _forward,
+    "packed": _packed,
+    "decode": lambda: _paged(1),
+    "paged": lambda: _paged(200),
+}
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])

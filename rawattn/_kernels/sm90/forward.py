@@ -67,6 +67,9 @@ _ONE_BLOCK_LEAST_KEYS = 1024
 _KEY_MASK_WINDOW_MAX_HEADDIM = 192
 # Another row replaces the usual one if it is expected to take less than this fraction of the usual one's time.
 _WORTH_CHANGING = 0.96
+# Rows with two consumers replace the usual one with three up to this factor of its time (`_fits_rows_better`).
+_ABOUT_AS_LONG = 1.04
+_MANY_KEYS = 2048
 # The most blocks that share an SM. Kernels for ragged batches have too few registers at four.
 _MOST_BLOCKS, _MOST_RAGGED_BLOCKS = 4, 3
 # Rows whose expected times differ by no more than this factor count as equally fast.
@@ -175,6 +178,8 @@ def _works_in_pairs(problem: Problem, config: Config, target: Target) -> bool:
     tiles = -(-problem.rows_q // config.tile_q)
     wide = max(problem.headdim, problem.headdim_v)
     if tiles % 2 or wide <= 64 or (tiles > _MOST_TILES_IN_PAIRS and wide < _WIDE_PAIRS):
+        return False
+    if config.consumers == 2 and wide <= 128:  # registers are spilled
         return False
     count = time_estimate.count(problem, config.tile_rows, config.heads_per_tile)
     return count >= _PAIRS_FILL * target.multiprocessors
@@ -316,11 +321,35 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         enough = _EQUAL * min(durations, default=math.inf)
         durations.append(duration(fields, split_keys, enough))
     if min(durations) >= _WORTH_CHANGING * durations[0]:
+        longest_time = _ABOUT_AS_LONG * durations[0]
+        for fields in others:
+            fits = _fits_rows_better(problem, usual, fields)
+            if fits and duration(fields, False, longest_time) <= longest_time:
+                return dict(fields), False
         return usual, False
     # The first of those that are about equally fast: the order of the tables is measured, the times are estimates.
     best = next(n for n, each in enumerate(durations) if each <= _EQUAL * min(durations))
     fields, split_keys = choices[best]
     return dict(fields), split_keys
+
+
+def _fits_rows_better(
+    problem: Problem, usual: Mapping[str, Any], fields: Mapping[str, Any]
+) -> bool:
+    """Whether whole tiles of two consumers, one block on each SM, replace the usual ones of three where both are expected to
+    take about as long (`_ABOUT_AS_LONG`).
+
+    On thousands of keys tiles of three consumers take longer than `time_estimate` says. In the last tile of each head one or
+    two of them have no rows, and it takes as long as the others.
+    """
+    if (usual["consumers"], fields["consumers"]) != (3, 2) or _blocks(fields) > 1:
+        return False
+    if problem.packed or problem.mask is not None or not problem.plain_scores:
+        return False
+    wide = max(problem.headdim, problem.headdim_v)
+    if not 96 < wide <= 128 or fields["tile_k"] != 128:
+        return False
+    return time_estimate.alike(problem) and problem.max_seqlen_k >= _MANY_KEYS
 
 
 def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:

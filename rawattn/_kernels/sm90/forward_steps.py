@@ -22,6 +22,9 @@ from rawattn._strides import Strides
 _KEPT_ROUNDS = 0.25
 # Nothing is kept where that makes fewer query tiles a head than this; else the number is rounded up.
 _LEAST_KEPT = 0.5
+# Calls with no more rounds of alike tiles than this have sections of at least so many rounds (`section_bytes`).
+_FEW_ROUNDS = 6
+_SECTION_ROUNDS = 2
 
 _COUNTER_BYTES = 4
 _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
@@ -46,10 +49,11 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
         strides[name] = copy.strides
     operands = replace(operands, strides=strides)
 
-    inner = attention_params.forward(problem, structure, operands, config.section_bytes)
+    clusters = target.multiprocessors * config.blocks_per_sm // config.cluster
+    section = section_bytes(problem, config, clusters)
+    inner = attention_params.forward(problem, structure, operands, section)
     if config.paged:
         structure = attention_params.without_pages(structure)
-    clusters = target.multiprocessors * config.blocks_per_sm // config.cluster
     shared = stream_k_of(problem, config, clusters)
     tiles = Tiles(
         "q",
@@ -142,6 +146,25 @@ def _may_be_carried(problem: Problem, structure: Structure) -> bool:
     """Whether lengths may travel in the kernel's parameters: 32-bit integers of the host for few sequences, no positions."""
     few = problem.ragged and problem.batch <= MOST_ORDERED and not structure.positions
     return few and structure.on_host and max(structure.q.start, structure.k.start) <= 4
+
+
+def section_bytes(problem: Problem, config: Config, clusters: int) -> int:
+    """Bytes of K and V whose heads are scheduled next to each other: a section.
+
+    In a section the longest tiles come first. If it has less than two rounds of tiles, some blocks have long tiles of one
+    section and then of the next, others short tiles of both, and few further rounds make up for it.
+    """
+    chunk = problem.window_right is not None and problem.window_left is None
+    if problem.packed or (problem.ragged and problem.pages is None) or not chunk:
+        return config.section_bytes
+    tiles = -(-problem.max_seqlen_q // config.schedule_rows)
+    tiles *= problem.nheads_q // config.heads_per_tile
+    rounds = tiles * problem.batch / clusters
+    if not _SECTION_ROUNDS <= rounds <= _FEW_ROUNDS or not time_estimate.alike(problem):
+        return config.section_bytes
+    sections = max(1, tiles // (_SECTION_ROUNDS * clusters))
+    keys = min(problem.nheads_kv * problem.max_seqlen_k // sections + 1, 2**31 - 1)
+    return max(config.section_bytes, keys * attention_params.key_bytes(problem))
 
 
 def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:

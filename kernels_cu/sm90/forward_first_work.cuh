@@ -1,0 +1,52 @@
+// The first piece of work of a Hopper forward block. The block's first warp finds it while earlier kernels of the
+// stream still run: it takes up to 3 us, a large part of a short call.
+//
+// Work is found from lengths, which may lie in memory that an earlier kernel writes. So the warp looks at them again
+// once earlier kernels are done, and if they have changed, it finds the work again. Whatever they were before, a
+// sequence lies inside its array (attn/sequence.cuh).
+#pragma once
+
+#include "sm90/forward_block.cuh"
+#include "sm90/forward_producer.cuh"
+
+namespace forward {
+
+// Whether work follows from more in memory than lengths: lists of a mask, an order of sequences, positions, or where
+// the pages of a sequence begin in a table.
+DEVICE bool work_follows_from_memory(const ForwardParams& p) {
+  if (kBlockMask || kPositions) return true;
+  return kRagged && (p.order != nullptr || (kPaged && p.pages.indptr.data != nullptr));
+}
+
+// What the warp needs until queries are loaded, in their place.
+struct FirstWorkRoom {
+  SeenLengths<kRagged> lengths;
+  alignas(16) unsigned char order[target::kWave * 8];
+};
+static_assert(sizeof(FirstWorkRoom) <= kQueryBytes, "it is their place");
+
+// Waits for earlier kernels, and hands the block its first work. Called by the lanes of the first warp.
+DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
+  FirstWorkRoom& room = *reinterpret_cast<FirstWorkRoom*>(s.queries[0]);
+  const bool own_order = kRagged && p.forward.order == nullptr;
+  bool prior_done = work_follows_from_memory(p.forward);
+  if (prior_done) target::wait_for_prior_kernels();
+  if (own_order) room.lengths.look(p, lane);
+  for (;;) {
+    target::wave_sync();
+    if (own_order) s.own_order.find(p, room.lengths, room.order);
+    if (lane == 0) {
+      const BlockOrder order{p.forward.order, s.own_order, p, &room.lengths};
+      find(s.work[0], p, order, target::block_index() / kCluster, -1);
+    }
+    if (prior_done) break;
+    target::wait_for_prior_kernels();
+    prior_done = true;
+    target::wave_sync();
+    if (!target::wave_any(own_order && room.lengths.look(p, lane))) break;
+  }
+  if constexpr (kRagged) ptx::fence_async_proxy();  // TMA writes to the room next
+  if (lane == 0) ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[0]);
+}
+
+}  // namespace forward
