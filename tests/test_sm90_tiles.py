@@ -114,6 +114,7 @@ def tile(
         # Here tiles of two would take six rounds for four.
         ((11, 256, 8448, (32, 8), 128, True), "3 x 80"),
         ((16, 192, 16384, (32, 8), 128, True), "3 x 80"),
+        ((16, 250, 6125, (64, 8), 128, True), "3 x 64"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
         # Few rows on some thousand keys: tiles that would leave most SMs idle are split by keys, whatever the number of tiles.
         ((1, 40, 4771, (16, 2), 128, False), "1 x 128, shared"),

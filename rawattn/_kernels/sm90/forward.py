@@ -322,7 +322,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         durations.append(duration(fields, split_keys, enough))
     if min(durations) >= _WORTH_CHANGING * durations[0]:
         longest_time = _ABOUT_AS_LONG * durations[0]
-        for fields in others:
+        for fields in others if tiles < limit * target.multiprocessors else ():
             fits = _fits_rows_better(problem, usual, fields)
             if fits and duration(fields, False, longest_time) <= longest_time:
                 return dict(fields), False
@@ -340,7 +340,7 @@ def _fits_rows_better(
     take about as long (`_ABOUT_AS_LONG`).
 
     On thousands of keys tiles of three consumers take longer than `time_estimate` says. In the last tile of each head one or
-    two of them have no rows, and it takes as long as the others.
+    two of them may have no rows, and it takes as long as the others.
     """
     if (usual["consumers"], fields["consumers"]) != (3, 2) or _blocks(fields) > 1:
         return False
