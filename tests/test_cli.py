@@ -139,7 +139,7 @@ def test_info_lists_frameworks_without_importing_them(
         "info.metadata.version",
         "info.platform.platform",
         "info.devices.why_no_gpu",
-        "info.compiler.nvrtc_version",
+        "info.nvrtc.version",
         "info.cache.entries",
         "info.cache.why_unwritable",
     ],
@@ -245,7 +245,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     fake = Runtime()
     cuda = types.SimpleNamespace(runtime=fake)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, __version__="14.2.0"))
-    monkeypatch.setattr(info.compiler, "nvrtc_version", lambda: "13.2")
+    monkeypatch.setattr(info.nvrtc, "version", lambda: "13.2")
     monkeypatch.setattr(info.compiler, "device_arch", lambda device: "sm_90a")
     return fake
 
@@ -276,7 +276,7 @@ def test_info_without_nvrtc(
     def absent() -> str:
         raise RuntimeError("NVRTC was not found")
 
-    monkeypatch.setattr(info.compiler, "nvrtc_version", absent)
+    monkeypatch.setattr(info.nvrtc, "version", absent)
     assert "NVRTC was not found" in facts(rawattn_command("info"))["NVRTC"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rawattn import __version__
 from rawattn._cli.cache import contents
-from rawattn._compile import cache, compiler
+from rawattn._compile import cache, compiler, nvrtc
 from rawattn._console import table
 from rawattn._runtime import devices
 
@@ -68,7 +68,7 @@ def _cuda_facts() -> Iterator[tuple[str, Callable[[], str]]]:
     runtime = cupy.cuda.runtime
     yield "CuPy", lambda: str(cupy.__version__)
     yield "CUDA runtime", lambda: _dotted(runtime.runtimeGetVersion())
-    yield "NVRTC", lambda: f"{compiler.nvrtc_version()} {_nvrtc_path()}"
+    yield "NVRTC", lambda: f"{nvrtc.version()} {nvrtc.library()}"
     yield "driver", lambda: _driver(runtime.driverGetVersion())
     if why is not None:
         yield "GPU", lambda: f"none: {why}, {_NO_GPU}"
@@ -122,13 +122,3 @@ def _kernel_driver() -> str:
         return "version unknown"
     match = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return match[0] if match else "version unknown"
-
-
-def _nvrtc_path() -> str:
-    """The path of the loaded NVRTC library; "" where it is not known, as on systems other than Linux."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return ""
-    match = re.search(r"/\S*/libnvrtc\.so\S*", maps)
-    return match[0] if match else ""

@@ -1,6 +1,6 @@
 """Compiles sources to cubins.
 
-NVRTC compiles the generated translation unit, with the headers in memory; this needs no GPU.
+NVRTC (`nvrtc.py`) compiles the generated translation unit, with the headers in memory; this needs no GPU.
 `cupy.RawModule` is used only to load cubins: as a compiler it always targets the plain `sm_XY` of the
 device, never `sm_90a`, and its cache would not notice a changed header.
 """
@@ -12,14 +12,13 @@ import hashlib
 import json
 import logging
 import re
-import struct
 import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rawattn._compile import cache, memo
+from rawattn._compile import cache, memo, nvrtc
 
 _log = logging.getLogger("rawattn")
 
@@ -123,7 +122,7 @@ def compile_source(source: Source, arch: str) -> Cubin:
     request = _request(source, arch)
     if (cubin := _find(request.key)) is not None:
         return cubin
-    if nvrtc_version() != request.nvrtc:
+    if nvrtc.version() != request.nvrtc:
         _correct_compiler()
         request = _request(source, arch)
     with cache.lock(request.key):
@@ -146,23 +145,11 @@ def device_arch(device: int) -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-@functools.cache
-def nvrtc_version() -> str:
-    """Version of the NVRTC library that CuPy loads, such as "13.0"."""
-    try:
-        return ".".join(map(str, _nvrtc().getVersion()))
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"CUDA's run-time compiler NVRTC was not found: {error}. Install the CUDA toolkit, or "
-            "pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)."
-        ) from error
-
-
 def _compiler() -> str:
     """The version of NVRTC in the keys of kernels: the one that `memo` recalls, else that of the library."""
     if not _compiler_version:
         if (version := memo.recall()) is None:
-            version = nvrtc_version()
+            version = nvrtc.version()
             memo.remember(version)
         _compiler_version.append(version)
     return _compiler_version[0]
@@ -170,18 +157,8 @@ def _compiler() -> str:
 
 def _correct_compiler() -> None:
     """Replaces the recalled version by that of the library, which differs."""
-    _compiler_version[:] = [nvrtc_version()]
-    memo.remember(nvrtc_version())
-
-
-def _nvrtc() -> Any:
-    try:
-        from cupy.cuda import nvrtc
-    except ImportError as error:
-        raise ImportError(
-            'compiling a kernel needs CuPy: pip install "rawattn[cuda13]" (or [cuda12] on CUDA 12)'
-        ) from error
-    return nvrtc
+    _compiler_version[:] = [nvrtc.version()]
+    memo.remember(nvrtc.version())
 
 
 def _request(source: Source, arch: str) -> _Request:
@@ -272,29 +249,9 @@ def _compile(source: Source, arch: str, request: _Request) -> Cubin:
     return cubin
 
 
-def _run_nvrtc(request: _Request) -> tuple[bytes | None, str]:
-    """The cubin (None if it did not compile) and the log."""
-    nvrtc = _nvrtc()
-    # The bytes must outlive the call, since CuPy passes bare pointers to NVRTC.
-    names = [name.encode() for name in request.headers]
-    texts = [text.encode() for text in request.headers.values()]
-    program = nvrtc.createProgram(request.text, "kernel.cu", texts, names)
-    try:
-        try:
-            nvrtc.compileProgram(program, request.options)
-        except nvrtc.NVRTCError as error:
-            return None, f"{nvrtc.getProgramLog(program).strip()}\n{error}".strip()
-        return _whole_elf(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program).strip()
-    finally:
-        nvrtc.destroyProgram(program)
-
-
-def _whole_elf(image: bytes) -> bytes:
-    """The image with its last byte: CuPy's getCUBIN drops it as if it ended a string, and nvdisasm then fails."""
-    segments, sections = struct.unpack_from("<QQ", image, 32)
-    segment_size, nsegments, section_size, nsections = struct.unpack_from("<4H", image, 54)
-    end = max(segments + segment_size * nsegments, sections + section_size * nsections)
-    return image + b"\0" if len(image) == end - 1 else image
+def _run_nvrtc(request: _Request) -> nvrtc.Compiled:
+    program = nvrtc.Program(nvrtc.library(), request.text, request.headers, request.options)
+    return nvrtc.compile_apart(program)
 
 
 def _ptxas_report(log: str, entry: str) -> dict[str, int]:

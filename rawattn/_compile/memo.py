@@ -12,16 +12,14 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import sys
 import uuid
 from pathlib import Path
 
-from rawattn._compile import cache
+from rawattn._compile import cache, nvrtc
 
 # Environment variables that influence which library is found.
 _VARIABLES = ("LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX", "PYTHONPATH")
-_LIBRARY = re.compile(r"libnvrtc(\.alt)?\.so[.\d]*")
 
 
 def recall() -> str | None:
@@ -38,7 +36,7 @@ def recall() -> str | None:
 
 def remember(version: str) -> None:
     """Writes a note with the version of the library that this process has loaded, if the cache directory can be written."""
-    libraries = _loaded()
+    libraries = nvrtc.loaded()
     if len(libraries) != 1:  # a framework loaded its own too: which one has the version is unknown
         return
     library = libraries.pop()
@@ -63,13 +61,3 @@ def _note() -> Path:
     environment = [sys.prefix, *(os.environ.get(name, "") for name in _VARIABLES)]
     digest = hashlib.sha256(os.fsencode("\0".join(environment))).hexdigest()
     return cache.directory() / f"compiler-{digest[:16]}.json"
-
-
-def _loaded() -> set[str]:
-    """The paths of the NVRTC libraries loaded in this process."""
-    try:
-        lines = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
-    except OSError:
-        return set()
-    paths = {line.split(maxsplit=5)[5] for line in lines if "libnvrtc" in line}
-    return {path for path in paths if _LIBRARY.fullmatch(Path(path).name)}

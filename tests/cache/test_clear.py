@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rawattn._compile import cache as _cache
-from rawattn._compile import memo
+from rawattn._compile import memo, nvrtc
 from tests.cache.entries import FILES, KEY, META, STRANGERS, content, key_of, names, strangers
 
 
@@ -70,7 +70,7 @@ def _library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A library that stands for the loaded NVRTC."""
     library = tmp_path / "libnvrtc.so"
     library.touch()
-    monkeypatch.setattr(memo, "_loaded", lambda: {str(library)})
+    monkeypatch.setattr(nvrtc, "loaded", lambda: {str(library)})
 
 
 @pytest.mark.usefixtures("_library")

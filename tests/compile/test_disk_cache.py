@@ -119,7 +119,7 @@ def counting(request):
     time.sleep(0.3)
     return run_nvrtc(request)
 compiler._run_nvrtc = counting
-compiler.nvrtc_version()
+compiler.nvrtc.version()
 print("ready", flush=True)
 sys.stdin.readline()
 cubin = compiler.compile_source(compiler.Source("k", {TEXT!r}, "test"), "sm_80")

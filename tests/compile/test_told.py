@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rawattn._compile import compiler
+from rawattn._compile import compiler, nvrtc
 from rawattn._compile.compiler import CompileError, Source, compile_source
 from tests.compile.sources import SCALE, SOURCE, kernel, write
 
@@ -92,7 +92,7 @@ def test_a_slow_compile_without_logging(terminal: bool, monkeypatch: pytest.Monk
 
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler.nvrtc_version.cache_clear()
+    nvrtc.version.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(ImportError, match=r'pip install "rawattn\[cuda13\]"'):
         compile_source(SOURCE, "sm_80")
@@ -102,8 +102,8 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> tuple[int, int]:
         raise RuntimeError("CuPy failed to load libnvrtc.so.13")
 
-    compiler.nvrtc_version.cache_clear()
-    monkeypatch.setattr(compiler, "_nvrtc", lambda: types.SimpleNamespace(getVersion=absent))
+    nvrtc.version.cache_clear()
+    monkeypatch.setattr(nvrtc, "_of_cupy", lambda: types.SimpleNamespace(getVersion=absent))
     with pytest.raises(RuntimeError, match=r"libnvrtc\.so\.13.*nvidia-cuda-nvrtc"):
         compile_source(SOURCE, "sm_80")
 
