@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import subprocess
@@ -189,32 +190,41 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         assert config is not None
         assert config.stream_k
         shared = forward_steps.stream_k_of(problem, config, clusters)
-        tiles = -(-seqlens[0] // config.schedule_rows) * heads % clusters
         keys = -(-seqlens[1] // config.tile_k)
         least = sm90_forward.least_piece_tiles(problem, config.tile_k)
-        pieces = time_estimate.pieces_of(tiles, keys, clusters, least)
+        every = -(-seqlens[0] // config.schedule_rows) * heads
+        if shared is None or not shared.last_share:
+            tiles = every % clusters
+            pieces = time_estimate.pieces_of(tiles, keys, clusters, least)
+        else:
+            tiles, pieces = (every - heads) % clusters + heads, clusters
         if shared is None:
             gain = (pieces - tiles) * keys
             assert tiles == 0 or gain < clusters * sm90_forward.LEAST_GAIN_TILES
             continue
         assert pieces <= clusters
-        assert tiles * keys >= pieces * least
         assert shared.tiles == tiles
-        line = tiles * shared.units
+        units = [shared.units] * tiles
+        if share := shared.last_share:
+            units[-heads:] = [shared.units * share // time_estimate.LAST_SHARES] * heads
+        line = sum(units)
         assert line < 2**31, "the kernel counts in 32 bits"
-        assert line == pieces * shared.piece, "all pieces are alike"
-        items, key_tiles = [], dict.fromkeys(range(tiles), 0)
+        assert shared.piece * keys >= least * shared.units
+        if not share:
+            assert line == pieces * shared.piece, "all pieces are alike"
+        ends = [*itertools.accumulate(units)]
+        items, done = [], [0] * tiles
         for piece in range(pieces):
-            begin, end = piece * shared.piece, (piece + 1) * shared.piece
-            first, last = begin // shared.units, (end - 1) // shared.units
-            assert last - first < 2
-            for tile in range(first, last + 1):
+            begin, end = piece * shared.piece, min((piece + 1) * shared.piece, line)
+            for tile in range(bisect.bisect_right(ends, begin), tiles):
+                if (start := ends[tile] - units[tile]) >= end:
+                    break
                 items.append(piece + tile)
-                behind = min(end - tile * shared.units, shared.units)
-                key_tiles[tile] = behind * keys // shared.units
-        assert set(key_tiles.values()) == {keys}
+                assert done[tile] == max(begin - start, 0)
+                done[tile] = min(end - start, units[tile])
+        assert done == units
         assert items == sorted(set(items)), "two items share a slot"
-        assert items[-1] == shared.items - 1
+        assert items[-1] <= shared.items - 1
 
 
 def test_what_is_shared_out():

@@ -106,7 +106,7 @@ def aligning() -> Iterator[None]:
 
 @contextmanager
 def sharing(alike: bool = True) -> Iterator[None]:
-    """Make Hopper's forward split its last tiles along keys wherever blocks would be idle otherwise.
+    """Make Hopper's forward split its last tiles along keys wherever blocks would be idle otherwise, and weigh short ones.
 
     alike: True takes all query tiles to be about equally long. False takes none to be, so that causal tiles are weighted by
     their keys.
@@ -115,6 +115,7 @@ def sharing(alike: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.object(time_estimate, "ALIKE", 0 if alike else 2))
         stack.enter_context(mock.patch.object(time_estimate, "ITEM_MERGE_COST_KEYS", 0))
         stack.enter_context(mock.patch.object(time_estimate, "_HARDLY_LONGER", -(2**31)))
+        stack.enter_context(mock.patch.object(time_estimate, "_weighing_pays", return_value=alike))
         stack.enter_context(mock.patch.object(sm90_forward, "_in_equal_rounds", return_value=True))
         least = {
             "STREAM_K_ALWAYS_KEYS": 1,

@@ -227,6 +227,8 @@ struct StreamK {
   // for ragged batches: key tiles by which a piece must at least be shorter than a query tile, and the fewest that it
   // has
   int least_gain, least_piece;
+  // what the last query tile of a head, which has few rows, counts in the line, in 64ths of another; 0: as much
+  int last_share;
 };
 
 // A mask with a bool for each key, side by side, the same for all rows and heads of a sequence.

@@ -314,6 +314,7 @@ struct SharedMemory : Tiles {
   Item work[2];
   TicketBox tickets;
   OwnOrder<kRagged> own_order;
+  StreamLine line;  // with kStreamK
   StoredBarriers<kFloat8> stored_barriers;
   Boxes boxes;
 };

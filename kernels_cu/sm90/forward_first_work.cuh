@@ -37,7 +37,8 @@ DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
     if (own_order) s.own_order.find(p, room.lengths, room.order);
     if (lane == 0) {
       const BlockOrder order{p.forward.order, s.own_order, p, &room.lengths};
-      find(s.work[0], p, order, target::block_index() / kCluster, -1);
+      if constexpr (kStreamK) s.line = find_line(p, order);
+      find(s.work[0], p, order, s.line, target::block_index() / kCluster, -1);
     }
     if (prior_done) break;
     target::wait_for_prior_kernels();

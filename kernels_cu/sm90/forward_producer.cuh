@@ -26,10 +26,11 @@ constexpr int kTilesLeft = 3;
 // Rounds of tiles that the last sections of a ragged batch have, where tiles are unlike and no keys split them.
 constexpr int kLastRounds = kRagged && kRight && !kStreamK && !kPaged ? 2 : 0;
 
-// Finds the work at an index of the schedule.
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
+// Finds the work at an index of the schedule. last_apart: as of find_work_tile().
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, bool last_apart) {
   const int last_tiles = kLastRounds * static_cast<int>(target::grid_size()) / kCluster;
-  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles, last_tiles);
+  work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles, last_tiles,
+                                                                   last_apart);
   if constexpr (kBlockMask) {
     if (work.exists && p.forward.block_mask.lists.order != nullptr) {
       const int last = (work.q.length - 1) / kClusterQ;
@@ -44,34 +45,36 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& o
     if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
   }
 }
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int) {
-  find(work, p, order, index);
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, const StreamLine&, int64 index,
+                 int) {
+  find(work, p, order, index, false);
 }
 // The query tiles that are split by keys: attn/schedule/stream_k.cuh.
-DEVICE StreamLine stream_line(const Sm90ForwardParams& p, const BlockOrder& order, int64 index) {
+DEVICE StreamLine find_line(const Sm90ForwardParams& p, const BlockOrder& order) {
   if constexpr (kRagged) {
     const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
-    const auto key_tiles = [&](int64 n) {
+    const auto key_tiles = [&](int64 n, bool last_apart) {
       WorkTile work;
-      find(work, p, order, n);
+      find(work, p, order, n, last_apart);
       return work.exists ? key_tiles_of(p.forward, work).count() : 0;
     };
-    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, order, p.stream_k, workers, index, key_tiles);
+    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, order, p.stream_k, workers, key_tiles);
   } else {
     return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);
   }
 }
-DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, int line_position) {
+DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, const StreamLine& line,
+                 int64 index, int line_position) {
   if (kUnequalTiles && p.stream_k.rows > 0) {
-    const UnequalTilesLine<kClusterQ, kHeadsPerTile> line{p.forward, p.stream_k};
-    line.find(work, index, line_position, [&](const WorkTile& tile) {
+    const UnequalTilesLine<kClusterQ, kHeadsPerTile> unequal{p.forward, p.stream_k};
+    unequal.find(work, index, line_position, [&](const WorkTile& tile) {
       const int count = key_tiles_of(p.forward, tile).count();
       return count > 0 ? count : 1;
     });
   } else {
-    index = stream_line(p, order, index).find(work, index, line_position);
+    index = line.find(work, index, line_position);
     ptx::compiler_fence();
-    find(static_cast<WorkTile&>(work), p, order, index);
+    find(static_cast<WorkTile&>(work), p, order, index, line.lasts > 0);
   }
   if (!work.exists) return;
   const TileSpan all = key_tiles_of(p.forward, work);
@@ -103,7 +106,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
-      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p, nullptr}, index, line_position);
+      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p, nullptr}, s.line, index, line_position);
       ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[slot.slot]);
     }
   };

@@ -241,6 +241,11 @@ _STREAM_K = _struct(
         "least_gain, least_piece",
         "for ragged batches: key tiles by which a piece must at least be shorter than a query tile, and the fewest that it has",
     ),
+    (
+        "int",
+        "last_share",
+        "what the last query tile of a head, which has few rows, counts in the line, in 64ths of another; 0: as much",
+    ),
 )
 _KEY_MASK = _struct(
     "KeyMask",

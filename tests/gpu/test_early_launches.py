@@ -69,9 +69,9 @@ def _paged(rows: int) -> tuple[Arrays, Callable[..., Any]]:
     return arrays, lambda **given: rawattn.paged_attention(**given, causal=True)
 
 
-def _packed() -> tuple[Arrays, Callable[..., Any]]:
+def _packed(*starts: int) -> tuple[Arrays, Callable[..., Any]]:
     arrays = {name: _random(500, 4, 64) * n for n, name in enumerate("qkv", start=1)}
-    arrays["seqstart"] = cupy.asarray([0, 140, 150, 430, 500], np.int32)
+    arrays["seqstart"] = cupy.asarray([0, *starts, 500], np.int32)
 
     def call(q: Any, k: Any, v: Any, seqstart: Any) -> Any:
         seqs = rawattn.SeqLayout(seqstart_q=seqstart, max_seqlen_q=500, max_seqlen_k=500)
@@ -82,7 +82,9 @@ def _packed() -> tuple[Arrays, Callable[..., Any]]:
 
 CASES = {
     "forward": _forward,
-    "packed": _packed,
+    "packed": lambda: _packed(140, 150, 430),
+    # Each lane of a warp looks at two of so many lengths.
+    "many packed": lambda: _packed(*range(3, 490, 9)),
     "decode": lambda: _paged(1),
     "paged": lambda: _paged(200),
 }

@@ -162,6 +162,35 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
                 assert _last_launch("stream_k")["tiles"] > 0
 
 
+@pytest.mark.parametrize(
+    ("batch", "rows_q", "rows_k", "nheads_q", "nheads_kv", "headdim"),
+    [
+        (1, 200, 6000, 3, 3, 128),  # rows for one of three consumers
+        (3, 120, 1500, 16, 4, 128),
+        (40, 60, 900, 16, 4, 104),  # whole rounds first
+        (2, 310, 1500, 5, 5, 120),  # for two
+        (9, 75, 1500, 8, 2, 128),
+        (2, 210, 8300, 4, 2, 64),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_last_tiles_are_weighed(
+    batch: int,
+    rows_q: int,
+    rows_k: int,
+    nheads_q: int,
+    nheads_kv: int,
+    headdim: int,
+    causal: bool,
+) -> None:
+    """Stream-K is right where last tiles have few rows and count less, behind whole rounds or alone."""
+    knobs = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "headdim": headdim, "causal": causal}
+    with only("sm90"), sharing():
+        verify(dense("weighed", batch, rows_q, rows_k, **knobs), CUPY)
+        if compiler.device_arch(0) == sm90_forward.ARCH:
+            assert _last_launch("stream_k")["last_share"] > 0
+
+
 @pytest.mark.parametrize("group", [3, 5, 7, 8, 12, 40])
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
 def test_heads_interleaved(headdim: int, group: int) -> None:

@@ -161,6 +161,15 @@ def cells_of_sharing() -> Iterable[Sm90Cell]:
         yield Sm90Cell(
             case=case, shape=shape, blocks=next(blocks), section_keys=section_keys, stream_k=True
         )
+    # Last tiles with rows for one of two consumers, for one or two of three, and for one of several heads' rows.
+    three = Sm90Tiles(16, 3, 2, False)
+    for rows, shape in ((140, SMALL), (200, three), (330, three), (264, LATE)):
+        for count in (2, 5, 11):
+            case = dense(f"share-last-{rows}", 2, rows, 210, **heads)
+            yield Sm90Cell(case=case, shape=shape, blocks=count, stream_k=True)
+    group = dense("share-last-group", 2, 50, 210, nheads_q=8, nheads_kv=2, headdim=16, causal=True)
+    for count in (3, 7):
+        yield Sm90Cell(case=group, shape=three, blocks=count, stream_k=True)
     yield from cells_of_unlike_tiles(shapes, blocks)
     for seed, shape in itertools.product(range(1, 6), (SMALL, LATE_PAIR)):
         yield Sm90Cell(

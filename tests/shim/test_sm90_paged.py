@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from rawattn._kernels.sm90 import time_estimate
 from tests import exhaustive
 from tests.paged import BFLOAT16, paged
 from tests.shim.device import MakeDevice
@@ -19,6 +21,7 @@ from tests.tiles import sharing
 # Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
 
+THREE = (16, 3, 2, 1, False, True, 160, False)
 LONE = (64, 1, 2, 1, False, True, 256, False)
 SHAPES = (LATE, WIDE, LONE)
 F16 = np.dtype(np.float16)
@@ -129,6 +132,21 @@ def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[
             device = hopper(seed)
             verify_sm90(device, call, shape, on_device=seed == 1, **options)
             assert any("stream_k" in each for each in device.summaries)
+
+
+@pytest.mark.parametrize("lens", [(330, 300, 320), (170,), (330, 100, 320)], ids=str)
+@pytest.mark.parametrize("rows", [197, 310], ids=str)
+def test_last_tiles_are_weighed(hopper: MakeDevice, rows: int, lens: tuple[int, ...]) -> None:
+    """A line that weighs last tiles, of one sequence or several. Where lengths differ, last tiles count as others."""
+    calls = [
+        paged(lens, 8, rows=rows, dims=(16, 24), heads=(2, 2), dtype=F16),
+        paged(lens, 24, rows=rows // 2, dims=(32, 16), heads=(8, 2)),
+    ]
+    share = mock.Mock(wraps=time_estimate.last_share)
+    with sharing(), mock.patch.object(time_estimate, "last_share", share):
+        for seed, call in enumerate(calls, 1):
+            verify_sm90(hopper(seed), call, THREE, on_device=seed == 1)
+            assert time_estimate.last_share(*share.call_args.args) > 0
 
 
 @pytest.mark.parametrize("page_size", [8, 3])

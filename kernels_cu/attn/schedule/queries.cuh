@@ -36,6 +36,22 @@ DEVICE WorkTile find_deferred_tile(const ForwardParams& p, int64 index, int defe
   return work;
 }
 
+// The sequence at a position of the order. Behind the last one work.exists is false.
+template <bool kRagged, class Order>
+DEVICE void find_position(const ForwardParams& p, const Order& order, int position, WorkTile& work) {
+  work.exists = position < p.batch;
+  if constexpr (kRagged) {
+    const OrderedSequence found = order.at(p, work.exists ? position : 0);
+    work.sequence = found.sequence;
+    work.q = {found.tiled_start, found.tiled_length};
+    work.k = {found.other_start, found.other_length};
+  } else {
+    work.sequence = position;
+    work.q = {0, static_cast<int>(p.q_side.rows)};
+    work.k = {0, static_cast<int>(p.k_side.rows)};
+  }
+}
+
 // A tile has kTileQ rows of each of kHeads neighbouring heads; work.head is the first of these. deferred: how many
 // tiles of each head come after those of all heads that are not deferred. They are the first ones of the head, and only
 // dense batches whose longest tile is the last (kLongestTileLast) defer any.
@@ -43,9 +59,12 @@ DEVICE WorkTile find_deferred_tile(const ForwardParams& p, int64 index, int defe
 // last_tiles: the last sequence of a ragged batch comes in so few sections that each has this many tiles. In a section
 // the longest tiles come first. So none of them begins when most blocks have nothing left to do. Where most keys come
 // before the queries, tiles are alike, and small sections read keys less often.
+//
+// last_apart: the last tile of each head comes behind all others of all heads. All sequences must have equally many
+// queries then, with no starts and lengths of their own, and two tiles or more.
 template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, class Order>
 DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int deferred = 0,
-                               int last_tiles = 0) {
+                               int last_tiles = 0, bool last_apart = false) {
   if constexpr (!kRagged && kLongestTileLast) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
     const int64 before = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ - deferred);
@@ -53,9 +72,26 @@ DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64
   }
   WorkTile work;
   const int nheads = p.nheads_q / kHeads;
-  const bool is_last = find_sequence<kRagged, false, kTileQ>(p, order, nheads, index, work, deferred);
+  bool is_last = false;
+  if (last_apart) {
+    const int last = static_cast<int>((p.q_side.rows + kTileQ - 1) / kTileQ) - 1;
+    const int64 before = int64(p.batch) * nheads * last;
+    const bool behind = index >= before;
+    if (behind) index -= before;
+    const int64 of_sequence = int64(nheads) * (behind ? 1 : last);
+    const int position = static_cast<int>(index / of_sequence);
+    index -= position * of_sequence;
+    find_position<kRagged>(p, order, position, work);
+    if (behind) {
+      work.head = static_cast<int>(index) * kHeads;
+      work.tile = last;
+      return work;
+    }
+  } else {
+    is_last = find_sequence<kRagged, false, kTileQ>(p, order, nheads, index, work, deferred);
+  }
   if (!work.exists) return work;
-  const int tiles = (work.q.length + kTileQ - 1) / kTileQ;
+  const int tiles = (work.q.length + kTileQ - 1) / kTileQ - last_apart;
   int sections = sections_of(p.nheads_kv, work.k.length, p.section_keys);
   if (last_tiles > 0 && is_last && work.k.length / 2 <= work.q.length) {
     const int most = static_cast<int>(static_cast<unsigned>(nheads) * tiles / last_tiles);  // any is right if it wraps

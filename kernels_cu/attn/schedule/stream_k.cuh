@@ -12,6 +12,10 @@
 // whole numbers of them. So no remainder moves the end of a piece past that of a tile, which would make an item of few
 // keys that costs a beginning and an end.
 //
+// The last query tile of a head may have rows for some of a block's consumers alone. Then it takes less time, and a
+// line may weigh it: last tiles come behind all others of all heads, so that all of them are in the line, and each
+// counts `last_share` 64ths of another.
+//
 // Where the tiles of a dense batch are too unlike for that, as causal ones of few heads are, the line has only the
 // longest of them, each as many units long as it has key tiles. The other tiles come whole behind it: see
 // UnequalTilesLine.
@@ -46,31 +50,60 @@ struct WorkItem : WorkTile {
 };
 
 // A line of alike query tiles. `whole` query tiles come before it in the schedule, each as one item. Then come the
-// `tiles` that are split, each of `units` units, in pieces of `piece` units.
+// `tiles` that are split, in pieces of `piece` units. Each is `units` long, but for the `lasts` at the end, which are
+// last tiles of heads and `last_units` long. lasts: 0 where last tiles count as others and come among them.
 struct StreamLine {
   int64 whole;
-  int tiles, piece, units;
+  int tiles, piece, units, lasts, last_units;
+
+  static constexpr int kShares = 64;
 
   // The line of a dense batch, which the host has computed.
   template <int kTileQ, int kHeads>
   DEVICE static StreamLine of_dense(const ForwardParams& p, const StreamK& stream_k) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
     const int64 all = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ);
-    return {all - stream_k.tiles, stream_k.tiles, stream_k.piece, stream_k.units};
+    const bool weighs = stream_k.last_share > 0;
+    const int last_units = stream_k.units / kShares * stream_k.last_share;
+    return {all - stream_k.tiles,
+            stream_k.tiles,
+            stream_k.piece,
+            stream_k.units,
+            weighs ? static_cast<int>(heads) : 0,
+            last_units};
   }
   // The line of a ragged batch. It has the query tiles that remain after whole rounds of the grid, if its pieces are
-  // enough shorter than the first of these tiles. Otherwise, or if `index` is before all of them, it has no tiles.
-  // workers: how many blocks, or clusters, take work at the same time. key_tiles(n): key tiles of the query tile at
-  // index n. The host computes the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
+  // enough shorter than the first of these tiles. Otherwise it has no tiles. Last tiles are weighed if the host asks
+  // for it, query tiles have about equally many keys, and pieces are long enough. workers: how many blocks, or
+  // clusters, take work at the same time. key_tiles(n, last_apart): key tiles of the query tile at index n. The host
+  // computes the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
   template <int kTileQ, int kHeads, class Order, class KeyTiles>
   DEVICE static StreamLine of_ragged(const ForwardParams& p, const Order& order, const StreamK& stream_k,
-                                     unsigned workers, int64 index, const KeyTiles& key_tiles) {
+                                     unsigned workers, const KeyTiles& key_tiles) {
     const unsigned tiles = order.first_tile(p.batch), heads = p.nheads_q / kHeads;
     const int64 all = int64(tiles) * heads;
     const unsigned last = tiles % workers * heads % workers;
-    if (index >= all - last && last > 0) {
-      const unsigned keys = key_tiles(all - last);
-      const unsigned most = last * keys / stream_k.least_piece, some = most < workers ? most : workers;
+    const int64 lasts = int64(p.batch) * heads;
+    // Key tiles of the longest query tile, of the shortest, and of the first that is split where last ones count as
+    // others. A loop, since to find a tile takes much code.
+    unsigned most = 0, fewest = 0, keys = 0;
+#pragma unroll 1
+    for (int n = stream_k.last_share > 0 ? 0 : 2; n < 3; n++) {
+      most = fewest;
+      fewest = keys;
+      keys = key_tiles(n == 0 ? 0 : n == 1 ? all - lasts - 1 : all - last, n < 2);
+    }
+    if (stream_k.last_share > 0 && fewest * int64(4) >= most * int64(3)) {
+      const int longs = static_cast<int>((all - lasts) % workers);
+      const int64 length = (int64(longs) * kShares + lasts * stream_k.last_share) * most;
+      const int64 piece = (length + workers - 1) / workers;
+      if (piece >= int64(stream_k.least_piece) * kShares && length < int64(1) << 31)
+        return {all - lasts - longs,     static_cast<int>(longs + lasts),
+                static_cast<int>(piece), static_cast<int>(kShares * most),
+                static_cast<int>(lasts), static_cast<int>(stream_k.last_share * most)};
+    }
+    if (last > 0) {
+      const unsigned enough = last * keys / stream_k.least_piece, some = enough < workers ? enough : workers;
       // A piece that ends in the next tile has to begin once more there. So tiles are cut into the same number of
       // pieces each, if pieces are hardly longer then.
       const unsigned even = some / last * last;
@@ -78,10 +111,11 @@ struct StreamLine {
       const unsigned pieces = hardly ? even : some;
       if (pieces > last && (pieces - last) * keys >= stream_k.least_gain * pieces) {
         const unsigned part = quotient_up(keys, pieces);
-        return {all - last, static_cast<int>(last), static_cast<int>(last * part), static_cast<int>(pieces * part)};
+        const int units = static_cast<int>(pieces * part);
+        return {all - last, static_cast<int>(last), static_cast<int>(last * part), units, 0, units};
       }
     }
-    return {all, 0, 1, 1};
+    return {all, 0, 1, 1, 0, 1};
   }
 
   static constexpr unsigned kHardlyLonger = 2;  // by how many key tiles at most
@@ -94,12 +128,15 @@ struct StreamLine {
     work.goes_on = false;
     work.whole = true;
     if (tiles == 0 || index < whole) return index;
-    const int length = tiles * units;
+    const int longs = (tiles - lasts) * units, length = longs + lasts * last_units;
     const int first = static_cast<int>(clamp((index - whole) * piece, 0, length));
     const int begin = line_position < 0 ? first : line_position;
-    work.split_index = begin / units;
-    work.start = work.split_index * units;
-    work.units = units;
+    const bool last = lasts > 0 && begin >= longs;
+    const int before = last ? longs : 0;
+    work.units = last ? last_units : units;
+    work.split_index = (begin - before) / work.units;
+    work.start = before + work.split_index * work.units;
+    if (last) work.split_index += tiles - lasts;
     work.piece = piece;
     work.cut(static_cast<int>(index - whole), begin, length - first < piece ? length : first + piece);
     return whole + work.split_index;

@@ -70,6 +70,8 @@ _WORTH_CHANGING = 0.96
 # Rows with two consumers replace the usual one with three up to this factor of its time (`_fits_rows_better`).
 _ABOUT_AS_LONG = 1.04
 _MANY_KEYS = 2048
+# A line that weighs last tiles replaces those rows if it is expected to take less than this fraction of their time.
+_WEIGHED_WORTH_CHANGING = 0.97
 # The most blocks that share an SM. Kernels for ragged batches have too few registers at four.
 _MOST_BLOCKS, _MOST_RAGGED_BLOCKS = 4, 3
 # Rows whose expected times differ by no more than this factor count as equally fast.
@@ -288,8 +290,18 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     if problem.ragged and not problem.packed and problem.pages is None:
         # The host does not know how much of a padded batch is padding. Only for few tiles and short sequences this is harmless.
         limit = 1
+
+    def duration(fields: Mapping[str, Any], split_keys: bool, enough: float = math.inf) -> float:
+        heads = heads_per_tile(problem, rows_of(fields["consumers"]))
+        least = least_piece_tiles(problem, fields["tile_k"]) if split_keys else 0
+        return time_estimate.duration(
+            problem, target.multiprocessors, fields, heads, _blocks(fields), least, enough
+        )
+
+    weighed = may_split and _weighs_last_tiles(problem, usual, target)
     if tiles >= limit * target.multiprocessors and not short:
-        return usual, False
+        pays = weighed and duration(usual, True) < _WORTH_CHANGING * duration(usual, False)
+        return usual, pays
     others: list[Mapping[str, Any]] = []
     if not bound:
         most = (_MOST_RAGGED_BLOCKS if problem.ragged else _MOST_BLOCKS) if shares_sm else 1
@@ -303,13 +315,6 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         if table == "paged":
             others += (row.fields for row in _rows(table, wide)[1:])
 
-    def duration(fields: Mapping[str, Any], split_keys: bool, enough: float) -> float:
-        heads = heads_per_tile(problem, rows_of(fields["consumers"]))
-        least = least_piece_tiles(problem, fields["tile_k"]) if split_keys else 0
-        return time_estimate.duration(
-            problem, target.multiprocessors, fields, heads, _blocks(fields), least, enough
-        )
-
     rows_of_tables: list[Mapping[str, Any]] = []
     for row in (usual, *others):  # tables share rows
         if row not in rows_of_tables:
@@ -322,15 +327,31 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         durations.append(duration(fields, split_keys, enough))
     if min(durations) >= _WORTH_CHANGING * durations[0]:
         longest_time = _ABOUT_AS_LONG * durations[0]
+        about_as_long = usual
+        enough = durations[0]  # for a line that weighs last tiles
         for fields in others if tiles < limit * target.multiprocessors else ():
             fits = _fits_rows_better(problem, usual, fields)
-            if fits and duration(fields, False, longest_time) <= longest_time:
-                return dict(fields), False
-        return usual, False
+            if fits and (time := duration(fields, False, longest_time)) <= longest_time:
+                about_as_long = dict(fields)
+                enough = _WEIGHED_WORTH_CHANGING * time
+                break
+        if weighed and duration(usual, True) < enough:
+            return usual, True
+        return about_as_long, False
     # The first of those that are about equally fast: the order of the tables is measured, the times are estimates.
     best = next(n for n, each in enumerate(durations) if each <= _EQUAL * min(durations))
     fields, split_keys = choices[best]
     return dict(fields), split_keys
+
+
+def _weighs_last_tiles(problem: Problem, fields: Mapping[str, Any], target: Target) -> bool:
+    """Whether a line of split tiles of this shape would weigh last tiles."""
+    if _blocks(fields) > 1 or fields.get("cluster", 1) > 1:
+        return False
+    consumers, tile_k = fields["consumers"], fields["tile_k"]
+    shape = consumers, tile_k, heads_per_tile(problem, rows_of(consumers))
+    least = least_piece_tiles(problem, tile_k)
+    return time_estimate.last_share(problem, *shape, target.multiprocessors, least) > 0
 
 
 def _fits_rows_better(

@@ -54,7 +54,8 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     inner = attention_params.forward(problem, structure, operands, section)
     if config.paged:
         structure = attention_params.without_pages(structure)
-    shared = stream_k_of(problem, config, clusters)
+    as_many_queries = not (problem.packed or structure.q.start or structure.q.length)
+    shared = stream_k_of(problem, config, clusters, as_many_queries)
     tiles = Tiles(
         "q",
         config.schedule_rows,
@@ -205,15 +206,22 @@ class StreamK(NamedTuple):
     pieces: int = 0  # all pieces of the line
     least: int = 1  # the fewest key tiles of a piece
     gain: int = 0  # key tiles by which splitting must end the tiles earlier
+    last_share: int = 0  # what the last query tile of a head counts (`time_estimate.last_share`)
 
     @property
-    def values(self) -> tuple[int, int, int, int, int, int, int]:
+    def values(self) -> tuple[int, ...]:
         """The fields of the kernel's parameter struct `StreamK`, in its order."""
-        return self.tiles, self.piece, self.units, self.rows, self.pieces, self.gain, self.least
+        line = self.tiles, self.piece, self.units
+        return (*line, self.rows, self.pieces, self.gain, self.least, self.last_share)
 
 
-def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | None:
-    """How `clusters` clusters of blocks split the query tiles that remain behind whole rounds. None where that does not pay."""
+def stream_k_of(
+    problem: Problem, config: Config, clusters: int, as_many_queries: bool = True
+) -> StreamK | None:
+    """How `clusters` clusters of blocks split the query tiles that remain behind whole rounds. None where that does not pay.
+
+    as_many_queries: whether all sequences have as many queries as the array has rows.
+    """
     if not config.stream_k:
         return None
     waves = config.cluster * config.consumers * 4
@@ -223,10 +231,20 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
     least = forward.least_piece_tiles(problem, config.tile_k)
     least_gain = forward.least_gain(problem, config.schedule_rows, config.heads_per_tile, clusters)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
+    share, shared = 0, None
+    if config.cluster == 1 and as_many_queries:
+        shape = config.consumers, config.tile_k, config.heads_per_tile
+        share = time_estimate.last_share(problem, *shape, clusters, least)
+    if share and not problem.ragged:
+        shared = _weighed(problem, config, clusters, share, least)
+        share = 0 if shared is None else share
     if problem.ragged:
         if clusters == 1:
             return None
-        tiles, pieces = clusters - 1, clusters
+        tiles, pieces = clusters - 1 + (heads if share else 0), clusters
+    elif shared is not None:
+        tiles, piece, units = shared
+        pieces = clusters
     elif time_estimate.splits_by_length(problem):
         lengths = time_estimate.key_tiles(problem, config.schedule_rows, config.tile_k)
         piece = max(least, -(-heads * sum(lengths) // clusters))
@@ -251,7 +269,25 @@ def stream_k_of(problem: Problem, config: Config, clusters: int) -> StreamK | No
         pieces=pieces if rows else 0,
         least=least,
         gain=least_gain,
+        last_share=share,
     )
+
+
+def _weighed(
+    problem: Problem, config: Config, workers: int, share: int, least: int
+) -> tuple[int, int, int] | None:
+    """Tiles, piece and units of the line of a dense batch that weighs last tiles. None if its pieces would be too short, or an
+    int could not count its units."""
+    heads = problem.batch * problem.nheads_q // config.heads_per_tile
+    each = -(-problem.rows_q // config.schedule_rows)
+    longs = heads * (each - 1) % workers
+    keys = -(-time_estimate.fewest_and_most_keys(problem)[1] // config.tile_k)
+    units = time_estimate.LAST_SHARES * keys
+    length = longs * units + heads * share * keys
+    piece = -(-length // workers)
+    if length >= 2**31 or piece < least * time_estimate.LAST_SHARES:
+        return None
+    return longs + heads, piece, units
 
 
 def row_bound(rows: int) -> int:

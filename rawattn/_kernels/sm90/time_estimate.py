@@ -69,6 +69,16 @@ _PARTIAL_TRAFFIC_KEYS = 1.5
 _OVERLAP_EXPONENT = 3
 # Key tiles by which pieces may be longer where every query tile then has equally many of them.
 _HARDLY_LONGER = 2
+LAST_SHARES = 64
+# What a query tile of three consumers counts in a line, in 64ths, by the number of consumers that have rows. With two of them,
+# and between these head dims, weighing loses.
+_LAST_SHARES = {1: 42, 2: 50}
+_WEIGHED_HEADDIMS = ((1, 64), (97, 128))
+# Lines are weighed only where that saves this fraction of all tiles, where at least so many tiles for each worker let pieces be
+# few, and from so many keys on.
+_LEAST_SAVING = 0.03
+_LEAST_WEIGHED = 0.25
+_LEAST_WEIGHED_KEYS = 8192
 # The time for a key that is read from DRAM on behalf of all SMs, by the largest head dim, in 16-bit elements.
 _DRAM_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
 # Bytes of keys and values that stay in the L2 cache until other blocks read them.
@@ -117,7 +127,8 @@ class _Work(NamedTuple):
     """The query tiles of a call whose lengths are known.
 
     parts: problems of equally long sequences that together are the call. tiles: pairs of a time and a count, longest first.
-    workers: blocks that run at once. number, time: of all tiles. wait: before the first tile.
+    workers: blocks that run at once. number, time: of all tiles. wait: before the first tile. heads: those whose rows share a
+    tile.
     """
 
     problem: Problem
@@ -127,6 +138,7 @@ class _Work(NamedTuple):
     number: int
     time: float
     wait: int
+    heads: int
 
     @classmethod
     def of(
@@ -155,6 +167,7 @@ class _Work(NamedTuple):
             number=counts.total(),
             time=sum(time * alike for time, alike in counts.items()),
             wait=_LOOKUP_KEYS if packed and blocks == 1 else 0,
+            heads=heads,
         )
 
     @property
@@ -178,9 +191,18 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
             pace = _of_headdim(_TIMES, problem)[fields["consumers"]]
             begin = _of_headdim(_BEGIN_KEYS, problem)[fields["consumers"]]
             return fair + begin + _MERGE_KEYS * pace
-    elif least and (rest := every % workers):
-        tiles = _without_last(tiles, rest)
-        sharing = _of_pieces(problem, fields, rest, workers, least, idle)
+    elif least:
+        shape = fields["consumers"], fields["tile_k"], work.heads
+        if share := last_share(problem, *shape, workers, least):
+            lasts = problem.batch * problem.nheads_q // work.heads
+            longs = (every - lasts) % workers
+            tiles = _without_last(tiles, longs + lasts)
+            length = longs + lasts * share / LAST_SHARES
+            number, all_of_them = longs + lasts, longs + lasts == every
+            sharing = _of_weighed(problem, fields, number, workers, least, all_of_them, length)
+        elif rest := every % workers:
+            tiles = _without_last(tiles, rest)
+            sharing = _of_pieces(problem, fields, rest, workers, least, idle)
     return work.wait + _end(tiles, workers) + sharing
 
 
@@ -235,29 +257,65 @@ def _of_pieces(
 
     all_of_them: the call has no other tiles. Otherwise those are taken to have brought the same keys to the L2 cache.
     """
-    consumers: int = fields["consumers"]
     tile_k: int = fields["tile_k"]
     keys = -(-fewest_and_most_keys(problem)[1] // tile_k)
     pieces = pieces_of(tiles, keys, workers, least)
     if pieces <= tiles:
         return math.inf
-    pace = _of_headdim(_PACES, problem).get((consumers, tile_k), 1.0)
-    pace *= _of_headdim(_TIMES, problem)[consumers]
+    products = _pace(problem, fields) * -(-tiles * keys // pieces) * tile_k
+    reading = _reading(problem, tiles, pieces) / workers if all_of_them else 0.0
+    return _overlapped(products, reading) + _beside_keys(problem, fields, tiles, pieces)
+
+
+def _of_weighed(
+    problem: Problem,
+    fields: Mapping[str, Any],
+    tiles: int,
+    workers: int,
+    least: int,
+    all_of_them: bool,
+    length: float,
+) -> float:
+    """The same of a line that weighs last tiles. length: of the line, where another tile counts 1.
+
+    Last tiles come behind the others of all heads, so their keys are read from DRAM again, beside the products.
+    """
+    tile_k: int = fields["tile_k"]
+    keys = -(-fewest_and_most_keys(problem)[1] // tile_k)
+    if length * keys < least * workers:
+        return math.inf
+    products = _pace(problem, fields) * math.ceil(length * keys / workers) * tile_k
+    if all_of_them:
+        busy = _overlapped(products, _reading(problem, tiles, workers) / workers)
+    else:
+        busy = max(products, _reading(problem, 1, 1) / workers)
+    return busy + _beside_keys(problem, fields, tiles, workers)
+
+
+def _overlapped(products: float, reading: float) -> float:
+    """The time of products that overlap reads from DRAM."""
+    both = products**_OVERLAP_EXPONENT + reading**_OVERLAP_EXPONENT
+    return float(both ** (1 / _OVERLAP_EXPONENT))
+
+
+def _pace(problem: Problem, fields: Mapping[str, Any]) -> float:
+    """The time for one key of a query tile in a line."""
+    shape = fields["consumers"], fields["tile_k"]
+    pace = _of_headdim(_PACES, problem).get(shape, 1.0)
+    return pace * _of_headdim(_TIMES, problem)[fields["consumers"]]
+
+
+def _beside_keys(problem: Problem, fields: Mapping[str, Any], tiles: int, pieces: int) -> float:
+    """What a line takes beside its keys: to begin pieces and query tiles, and to merge."""
+    consumers: int = fields["consumers"]
     begin = _of_headdim(_BEGIN_KEYS, problem)[consumers]
     # A piece that begins in one query tile and ends in the next is two items.
     uneven = pieces % tiles > 0
     items = pieces + uneven * (tiles - 1)
-    products = pace * -(-tiles * keys // pieces) * tile_k
-    reading = 0.0
-    if all_of_them:
-        reading = _reading(problem, tiles, pieces) / workers
     merging = (
         ITEM_MERGE_COST_KEYS * (pieces / tiles + 1) + _PARTIAL_TRAFFIC_KEYS * consumers * items
     )
-    busy: float = (products**_OVERLAP_EXPONENT + reading**_OVERLAP_EXPONENT) ** (
-        1 / _OVERLAP_EXPONENT
-    )
-    return busy + begin * (1 + uneven) + _PIECE_COST_KEYS + merging
+    return begin * (1 + uneven) + _PIECE_COST_KEYS + merging
 
 
 def _reading(problem: Problem, tiles: int, pieces: int) -> float:
@@ -276,6 +334,51 @@ def _reading(problem: Problem, tiles: int, pieces: int) -> float:
     times = 1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, beginnings)
     pace: float = _of_headdim(_DRAM_TIMES, problem)
     return keys * streams * times * pace / (2 if problem.float8 else 1)
+
+
+def last_share(
+    problem: Problem, consumers: int, tile_k: int, heads: int, workers: int, least: int
+) -> int:
+    """What the last query tile of each head counts in a line of split tiles, in 64ths of another tile (`LAST_SHARES`).
+
+    0 where it counts as much as others and comes among them: all of its consumers have rows, or weighing is not known to pay.
+
+    heads: those whose rows share a tile. workers: blocks that run at once. least: the fewest key tiles of a piece.
+    """
+    if consumers != 3 or problem.packed or problem.mask is not None or problem.float8:
+        return 0
+    if not problem.plain_scores or problem.window_left is not None:
+        return 0
+    wide = max(problem.headdim, problem.headdim_v)
+    if not any(low <= wide <= high for low, high in _WEIGHED_HEADDIMS):
+        return 0
+    tiles, rest = divmod(problem.max_seqlen_q, 64 * consumers // heads)
+    share = _LAST_SHARES.get(-(-rest * heads // 64), 0) if tiles else 0
+    pays = share and _weighing_pays(problem, tile_k, heads, tiles, share, workers, least)
+    return share if pays else 0
+
+
+def _weighing_pays(
+    problem: Problem, tile_k: int, heads: int, tiles: int, share: int, workers: int, least: int
+) -> bool:
+    """Whether a line is expected to end earlier if last tiles count `share`. tiles: of each head, but for the last one."""
+    lasts = problem.batch * problem.nheads_q // heads
+    longest = fewest_and_most_keys(problem)[1]
+    if longest < _LEAST_WEIGHED_KEYS or lasts * (tiles + 1) < _LEAST_WEIGHED * workers:
+        return False
+    if LAST_SHARES - share < _LEAST_SAVING * LAST_SHARES * (tiles + 1) or not alike(problem):
+        return False
+    fields = {"consumers": 3, "tile_k": tile_k}
+    whole = _of_headdim(_TIMES, problem)[3] * longest + _of_headdim(_BEGIN_KEYS, problem)[3]
+    rounds, longs = divmod(lasts * tiles, workers)
+    length = longs + lasts * share / LAST_SHARES
+    weighed = rounds * whole
+    weighed += _of_weighed(problem, fields, longs + lasts, workers, least, rounds == 0, length)
+    rounds, behind = divmod(lasts * (tiles + 1), workers)
+    pieces = 0.0
+    if behind:
+        pieces = min(whole, _of_pieces(problem, fields, behind, workers, least, rounds == 0))
+    return weighed < rounds * whole + pieces
 
 
 def alike(problem: Problem) -> bool:
