@@ -74,14 +74,19 @@ def loaded() -> set[str]:
 
 
 def compile_apart(program: Program) -> Compiled:
-    """Compiles a program in another process, or in this one where none can be started: Python is embedded in a program."""
+    """Compiles a program in another process, or in this one where none can be started: it may start none, or Python is embedded
+    in another program.
+    """
     import subprocess
 
     if not Path(sys.executable or "").name.startswith("python"):
         return compile_here(program)
     command = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
     asked = pickle.dumps(program._asdict())
-    done = subprocess.run(command, check=False, input=asked, capture_output=True)
+    try:
+        done = subprocess.run(command, check=False, input=asked, capture_output=True)
+    except OSError:
+        return compile_here(program)
     if done.returncode == 0:
         return Compiled(*pickle.loads(done.stdout.partition(_MARK)[2]))
     told = done.stderr.decode(errors="replace").strip()

@@ -65,7 +65,7 @@ def test_both_ways_give_the_same() -> None:
     assert "nonsense" in nvrtc.compile_here(wrong).log
 
 
-@pytest.mark.parametrize("executable", ["", "/usr/bin/game"])
+@pytest.mark.parametrize("executable", ["", "/usr/bin/game", "/nowhere/python3"])
 def test_without_an_interpreter_it_runs_here(
     monkeypatch: pytest.MonkeyPatch, executable: str
 ) -> None:
