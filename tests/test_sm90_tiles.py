@@ -107,12 +107,14 @@ def tile(
         ((1, 2048, 10240, (32, 8), 128, True, 16), "3 x 80, shared"),
         ((1, 512, 8704, (32, 8), 128, True), "2 x 128"),
         ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
-        # Of three consumers two would have no rows in each head's last tile.
-        ((8, 256, 8448, (32, 8), 128, True), "2 x 128"),
-        ((8, 256, 8448, (32, 8), 128, True, 16), "2 x 128"),
-        ((16, 128, 8448, (32, 8), 128, True), "2 x 128"),
-        # Here tiles of two would take six rounds for four.
-        ((11, 256, 8448, (32, 8), 128, True), "3 x 80"),
+        # Of three consumers two have no rows in each head's last tile, which counts less in a line.
+        ((8, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
+        ((8, 256, 8448, (32, 8), 128, True, 16), "3 x 80, shared"),
+        ((16, 128, 8448, (32, 8), 128, True), "3 x 80, shared"),
+        ((11, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
+        # A line would take as long as whole tiles of two, which fit.
+        ((4, 256, 8448, (32, 8), 128, True), "2 x 128"),
+        ((8, 256, 4096, (32, 8), 128, True), "2 x 128"),
         ((16, 192, 16384, (32, 8), 128, True), "3 x 80"),
         ((16, 250, 6125, (64, 8), 128, True), "3 x 64"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
