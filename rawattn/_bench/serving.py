@@ -66,6 +66,8 @@ def decode(dtype: str, peers: Sequence[str], step: Callable[[str], None]) -> lis
         found.append(
             ratio(f"{case.name}: page {small} over page {large}", in_small, in_large, 1.03)
         )
+        alone = read_bandwidth(case.nbytes) / bandwidth
+        found.append(Figure(f"{case.name}: as many bytes, only read: share", alone, ""))
         in_8 = case.in_pages(small).in_float8()
         seconds_8 = _bandwidth_figures(found, in_8, dtype, bandwidth)
         found.append(ratio(f"{in_8.name}: over 16 bits", seconds_8, in_small, 0.55))
@@ -121,17 +123,22 @@ def prefill(dtype: str, peers: Sequence[str], step: Callable[[str], None]) -> li
     return found
 
 
-def read_bandwidth() -> float:
-    """The read bandwidth in bytes a second, by the fastest of a few grid sizes."""
+def read_bandwidth(nbytes: int = _READ_BYTES) -> float:
+    """The bytes a second with which a kernel reads `nbytes`, in a graph of calls; the fastest of a few grid sizes.
+
+    The L2 cache must hold much less than `nbytes`.
+    """
     import cupy
 
-    data, out = cupy.zeros(_READ_BYTES // 16 * 4, np.uint32), cupy.zeros(1, np.uint32)
+    data, out = cupy.zeros(nbytes // 16 * 4, np.uint32), cupy.zeros(1, np.uint32)
     kernel = cupy.RawKernel(_READ, "read")
     blocks = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    inputs = data, data.nbytes // 16, out
     calls = {
-        str(times): Entrant(
-            functools.partial(kernel, (blocks * times,), (512,), (data, data.nbytes // 16, out)),
-            EventClock(),
+        str(times): graphs.entrant(
+            graphs.of_cupy,
+            [functools.partial(kernel, (blocks * times,), (512,), inputs)],
+            nbytes,
         )
         for times in (4, 8, 16)
     }
