@@ -199,6 +199,12 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     line_position = next_item(work);
     if (line_position >= 0) {
       if (has_tiles(span)) load_values(before);
+      // Where values come apart, the keys of the next item would come while values of this one are still needed, which
+      // takes longer (docs/notes/hopper-forward.md). They wait until the consumers are done with these queries.
+      if constexpr (kValuesApart && kQuerySlots == 1) {
+        if (leads) ptx::mbarrier_wait(&s.queries_empty[queries.slot], queries.parity ^ 1);
+        target::wave_sync();
+      }
       continue;
     }
     // Taken no earlier, so that work goes to the block that is done first. It is early enough: the consumers are still
