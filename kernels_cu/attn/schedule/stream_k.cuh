@@ -30,6 +30,9 @@ struct WorkItem : WorkTile {
   TileSpan keys;  // key tiles of the item; as cut() leaves it, units of the query tile
   bool whole;     // whether the item has all keys of the query tile
   bool goes_on;   // whether the piece goes on in the next query tile
+  // The number, as of split_index, of a query tile in which the piece has an item that ends where this one begins, if
+  // that is not all of the tile; else negative.
+  int comes_from;
   // The rest is set for query tiles of the line only.
   int split_index;   // number of the query tile among those that are split
   int item;          // number of the item; the items of a query tile follow each other in the order of keys
@@ -127,6 +130,7 @@ struct StreamLine {
   DEVICE int64 find(WorkItem& work, int64 index, int line_position) const {
     work.goes_on = false;
     work.whole = true;
+    work.comes_from = -1;
     if (tiles == 0 || index < whole) return index;
     const int longs = (tiles - lasts) * units, length = longs + lasts * last_units;
     const int first = static_cast<int>(clamp((index - whole) * piece, 0, length));
@@ -138,6 +142,7 @@ struct StreamLine {
     work.start = before + work.split_index * work.units;
     if (last) work.split_index += tiles - lasts;
     work.piece = piece;
+    if (begin > first && begin - first < (begin > longs ? last_units : units)) work.comes_from = work.split_index - 1;
     work.cut(static_cast<int>(index - whole), begin, length - first < piece ? length : first + piece);
     return whole + work.split_index;
   }
@@ -161,6 +166,7 @@ struct UnequalTilesLine {
     int row, head;
     work.goes_on = false;
     work.whole = true;
+    work.comes_from = -1;
     work.exists = true;
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
@@ -173,17 +179,21 @@ struct UnequalTilesLine {
     } else {
       const int first = static_cast<int>(index) * stream_k.piece;
       const int begin = line_position < 0 ? first : line_position;
+      int units = 0;  // of the tile that ends at `begin`, if one does
       work.start = 0;
       for (row = 0;; row++) {
         work.tile = last - row;
+        units = work.units;
         work.units = units_of(work);
         if (row + 1 == stream_k.rows || begin < work.start + each * work.units) break;
         work.start += each * work.units;
       }
       head = (begin - work.start) / work.units;
+      if (head > 0) units = work.units;
       const int end = work.start + each * work.units;
       work.start += head * work.units;
       work.split_index = row * each + head;
+      if (begin > first && begin - first < units) work.comes_from = work.split_index - 1;
       work.piece = stream_k.piece;
       const bool last_piece = row + 1 == stream_k.rows && first + stream_k.piece > end;
       work.cut(static_cast<int>(index), begin, last_piece ? end : first + stream_k.piece);
