@@ -111,7 +111,7 @@ DEVICE void report(const Sm90ForwardParams& p, int split_index) {
   if (split_index < 0) return;
   const int thread = target::reload_thread_index() - kWarpgroup;
   target::wave_sync();
-  if (thread % 32 == 0) target::fetch_add_acq_rel(count_of(p, split_index, thread / 32), kReported);
+  if (thread % 32 == 0) target::add_release(count_of(p, split_index, thread / 32), kReported);
 }
 // The same for the item of this piece that came before.
 DEVICE void report_before(const Sm90ForwardParams&, const WorkTile&) {}
@@ -147,7 +147,7 @@ DEVICE bool store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
     return false;
   }
   // All lanes loop: ptxas spills registers of the loop over key tiles if one lane does.
-  while (target::wave_any(lane == 0 && target::fetch_add_acq_rel(counted, 0u) / kReported != others)) {
+  while (target::wave_any(lane == 0 && target::load_acquire(counted) / kReported != others)) {
   }
   if (lane == 0) *counted = work.goes_on ? 0u - kReported : 0u;  // 0 for the next launch
   if (!real) return false;

@@ -26,6 +26,8 @@ _LEAST_KEPT = 0.5
 _FEW_ROUNDS = 6
 _SECTION_ROUNDS = 2
 
+# Beginnings of query tiles count in a line unless pieces begin where a tile does every so many tiles, or more often.
+_FEW_TILES = 4
 _COUNTER_BYTES = 4
 _SCHEDULE_COUNTERS = 2  # one of work handed out, one of blocks done
 
@@ -197,7 +199,7 @@ class StreamK(NamedTuple):
 
     tiles: int  # query tiles in the line
     piece: int  # units of a piece
-    units: int  # units of a query tile
+    units: int  # units of a query tile's keys
     items: int  # a bound: items are numbered below it
     partial_bytes: int  # of the partial results of all items
     counters: int  # of the items of a query tile that have arrived: one for each tile and warp
@@ -206,13 +208,15 @@ class StreamK(NamedTuple):
     pieces: int = 0  # all pieces of the line
     least: int = 1  # the fewest key tiles of a piece
     gain: int = 0  # key tiles by which splitting must end the tiles earlier
+    begin: int = 0  # what the beginning of a query tile counts, as `StreamK` of the kernel
     last_share: int = 0  # what the last query tile of a head counts (`time_estimate.last_share`)
 
     @property
     def values(self) -> tuple[int, ...]:
         """The fields of the kernel's parameter struct `StreamK`, in its order."""
         line = self.tiles, self.piece, self.units
-        return (*line, self.rows, self.pieces, self.gain, self.least, self.last_share)
+        pieces = self.rows, self.pieces, self.gain, self.least
+        return (*line, *pieces, self.begin, self.last_share)
 
 
 def stream_k_of(
@@ -229,6 +233,7 @@ def stream_k_of(
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
     rows, piece, units = 0, 0, 0
     least = forward.least_piece_tiles(problem, config.tile_k)
+    begin = _begin_of_tiles(least, config.tile_k)
     least_gain = forward.least_gain(problem, config.schedule_rows, config.heads_per_tile, clusters)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     share, shared = 0, None
@@ -236,7 +241,7 @@ def stream_k_of(
         shape = config.consumers, config.tile_k, config.heads_per_tile
         share = time_estimate.last_share(problem, *shape, clusters, least)
     if share and not problem.ragged:
-        shared = _weighed(problem, config, clusters, share, least)
+        shared = _weighed(problem, config, clusters, share, least, begin)
         share = 0 if shared is None else share
     if problem.ragged:
         if clusters == 1:
@@ -260,7 +265,9 @@ def stream_k_of(
         if tiles == 0 or pieces <= tiles or gain < least_gain * pieces:
             return None
         part = -(-keys // pieces)
-        piece, units = tiles * part, pieces * part
+        units = pieces * part
+        begin = 0 if _repeats(tiles, pieces) else units * begin // (keys * time_estimate.SHARES)
+        piece = tiles * part + -(-tiles * begin // pieces)
     items = pieces + tiles - 1
     return StreamK(
         *(tiles, piece, units, items, items * waves * wave_bytes),
@@ -269,12 +276,13 @@ def stream_k_of(
         pieces=pieces if rows else 0,
         least=least,
         gain=least_gain,
+        begin=0 if rows else begin,
         last_share=share,
     )
 
 
 def _weighed(
-    problem: Problem, config: Config, workers: int, share: int, least: int
+    problem: Problem, config: Config, workers: int, share: int, least: int, begin: int
 ) -> tuple[int, int, int] | None:
     """Tiles, piece and units of the line of a dense batch that weighs last tiles. None if its pieces would be too short, or an
     int could not count its units."""
@@ -282,12 +290,22 @@ def _weighed(
     each = -(-problem.rows_q // config.schedule_rows)
     longs = heads * (each - 1) % workers
     keys = -(-time_estimate.fewest_and_most_keys(problem)[1] // config.tile_k)
-    units = time_estimate.LAST_SHARES * keys
-    length = longs * units + heads * share * keys
+    units = time_estimate.SHARES * keys
+    length = longs * units + heads * share * keys + (longs + heads) * begin
     piece = -(-length // workers)
-    if length >= 2**31 or piece < least * time_estimate.LAST_SHARES:
+    if length >= 2**31 or piece < least * time_estimate.SHARES:
         return None
     return longs + heads, piece, units
+
+
+def _begin_of_tiles(least: int, tile_k: int) -> int:
+    """What the beginning of a query tile counts in a line, in 64ths of a key tile: less than a piece of `least` key tiles."""
+    return min(time_estimate.SHARES * time_estimate.ITEM_KEYS // tile_k, time_estimate.SHARES * least * 3 // 4)
+
+
+def _repeats(tiles: int, pieces: int) -> bool:
+    """Whether pieces begin where a tile does every few tiles, or more often (`StreamLine::repeats`)."""
+    return any(n * pieces % tiles == 0 for n in range(1, _FEW_TILES + 1))
 
 
 def row_bound(rows: int) -> int:

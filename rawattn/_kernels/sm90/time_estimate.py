@@ -64,12 +64,14 @@ _PIECE_COST_KEYS = 150
 ITEM_MERGE_COST_KEYS = 50
 # what 64 rows of each item of the call take, since all partial results go through the L2 cache.
 _PARTIAL_TRAFFIC_KEYS = 1.5
+# What it counts in a line that a piece goes on in the next query tile, in keys.
+ITEM_KEYS = 350
 # The exponent p of (products^p + reading^p)^(1/p), the time of products that overlap reads from DRAM. An infinite p would mean
 # that the longer of the two hides the other wholly.
 _OVERLAP_EXPONENT = 3
 # Key tiles by which pieces may be longer where every query tile then has equally many of them.
 _HARDLY_LONGER = 2
-LAST_SHARES = 64
+SHARES = 64  # in which a line counts a key tile
 # What a query tile of three consumers counts in a line, in 64ths, by the number of consumers that have rows. With two of them,
 # and between these head dims, weighing loses.
 _LAST_SHARES = {1: 42, 2: 50}
@@ -197,7 +199,7 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
             lasts = problem.batch * problem.nheads_q // work.heads
             longs = (every - lasts) % workers
             tiles = _without_last(tiles, longs + lasts)
-            length = longs + lasts * share / LAST_SHARES
+            length = longs + lasts * share / SHARES
             number, all_of_them = longs + lasts, longs + lasts == every
             sharing = _of_weighed(problem, fields, number, workers, least, all_of_them, length)
         elif rest := every % workers:
@@ -339,7 +341,7 @@ def _reading(problem: Problem, tiles: int, pieces: int) -> float:
 def last_share(
     problem: Problem, consumers: int, tile_k: int, heads: int, workers: int, least: int
 ) -> int:
-    """What the last query tile of each head counts in a line of split tiles, in 64ths of another tile (`LAST_SHARES`).
+    """What the last query tile of each head counts in a line of split tiles, in 64ths of another tile (`SHARES`).
 
     0 where it counts as much as others and comes among them: all of its consumers have rows, or weighing is not known to pay.
 
@@ -368,12 +370,12 @@ def _weighing_pays(
     longest = fewest_and_most_keys(problem)[1]
     if longest < _LEAST_WEIGHED_KEYS or lasts * (tiles + 1) < _LEAST_WEIGHED * workers:
         return False
-    if LAST_SHARES - share < _LEAST_SAVING * LAST_SHARES * (tiles + 1) or not alike(problem):
+    if SHARES - share < _LEAST_SAVING * SHARES * (tiles + 1) or not alike(problem):
         return False
     fields = {"consumers": 3, "tile_k": tile_k}
     whole = _of_headdim(_TIMES, problem)[3] * longest + _of_headdim(_BEGIN_KEYS, problem)[3]
     rounds, longs = divmod(lasts * tiles, workers)
-    length = longs + lasts * share / LAST_SHARES
+    length = longs + lasts * share / SHARES
     weighed = rounds * whole
     weighed += _of_weighed(problem, fields, longs + lasts, workers, least, rounds == 0, length)
     rounds, behind = divmod(lasts * (tiles + 1), workers)
