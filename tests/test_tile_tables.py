@@ -225,7 +225,10 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
                 assert done[tile] == max(begin - start, 0)
                 done[tile] = min(end - start, units[tile])
         assert done == units
-        of_tiles = ((ends[n] - 1) // shared.piece - (ends[n] - units[n]) // shared.piece for n in range(tiles))
+        of_tiles = (
+            (ends[n] - 1) // shared.piece - (ends[n] - units[n]) // shared.piece
+            for n in range(tiles)
+        )
         assert len(items) == tiles + sum(of_tiles), "as the kernel counts them (items_of)"
         assert items == sorted(set(items)), "two items share a slot"
         assert items[-1] <= shared.items - 1

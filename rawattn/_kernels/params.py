@@ -241,7 +241,11 @@ _STREAM_K = _struct(
         "least_gain, least_piece",
         "for ragged batches: key tiles by which a piece must at least be shorter than a query tile, and the fewest that it has",
     ),
-    ("int", "begin", "what the beginning of a query tile counts, in units; for ragged batches in 64ths of a key tile"),
+    (
+        "int",
+        "begin",
+        "what the beginning of a query tile counts, in units; for ragged batches in 64ths of a key tile",
+    ),
     (
         "int",
         "last_share",

@@ -300,7 +300,10 @@ def _weighed(
 
 def _begin_of_tiles(least: int, tile_k: int) -> int:
     """What the beginning of a query tile counts in a line, in 64ths of a key tile: less than a piece of `least` key tiles."""
-    return min(time_estimate.SHARES * time_estimate.ITEM_KEYS // tile_k, time_estimate.SHARES * least * 3 // 4)
+    return min(
+        time_estimate.SHARES * time_estimate.ITEM_KEYS // tile_k,
+        time_estimate.SHARES * least * 3 // 4,
+    )
 
 
 def _repeats(tiles: int, pieces: int) -> bool:
