@@ -25,7 +25,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, selection, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import forward_steps, time_estimate
+from rawattn._kernels.sm90 import line_estimate, stream_k
 from rawattn._kernels.target import without_device
 from rawattn._runtime import on_gpu
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
@@ -190,13 +190,13 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
         assert config.stream_k
-        shared = forward_steps.stream_k_of(problem, config, clusters)
+        shared = stream_k.split(problem, config, clusters)
         keys = -(-seqlens[1] // config.tile_k)
         least = sm90_forward.least_piece_tiles(problem, config.tile_k)
         every = -(-seqlens[0] // config.schedule_rows) * heads
         if shared is None or not shared.last_share:
             tiles = every % clusters
-            pieces = time_estimate.pieces_of(tiles, keys, clusters, least)
+            pieces = line_estimate.pieces_of(tiles, keys, clusters, least)
         else:
             tiles, pieces = (every - heads) % clusters + heads, clusters
         if shared is None:
@@ -207,7 +207,7 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         assert shared.tiles == tiles
         units = [shared.units] * tiles
         if share := shared.last_share:
-            units[-heads:] = [shared.units * share // time_estimate.SHARES] * heads
+            units[-heads:] = [shared.units * share // line_estimate.SHARES] * heads
         ends = [*itertools.accumulate(shared.begin + each for each in units)]
         line = ends[-1]
         assert line < 2**31, "the kernel counts in 32 bits"
