@@ -2,10 +2,10 @@
 
     python -m tests.dry_gpu               # report the exceptions that the host code of rawattn raises
     python -m tests.dry_gpu --every 24    # the same for every 24th test of each file
-    python -m tests.dry_gpu --compile     # also compile every kernel that the tests load, into the kernel cache
+    python -m tests.dry_gpu --compile     # also compile every kernel that .ci/gpu loads, into the kernel cache
 
-Half of the time of a run on a GPU is compilation. A kernel cache filled by `--compile` saves that time, if NVRTC has the same
-version on both machines.
+More than half of the time of `.ci/gpu` is compilation. A kernel cache filled by `--compile` saves that time, if NVRTC has the
+same version on both machines. So the calls of tests/sanitize.py are made, too.
 
 CuPy's arrays are real objects, but their memory is never touched. Launches, streams and graphs do nothing. Results are zeros
 and are not compared. A test may therefore fail because it checks a result, or because it calls CuPy itself; such failures are
@@ -18,6 +18,7 @@ import argparse
 import functools
 import itertools
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
@@ -37,7 +38,7 @@ from rawattn._kernels.target import Target
 from rawattn._masks.block_mask import BlockMask
 from rawattn._runtime import driver, kernel
 from rawattn._verbs import topk_mask
-from tests import append, every_kernel, gpu_report, gradients, paged, tolerance, verify
+from tests import append, every_kernel, gpu_report, gradients, paged, sanitize, tolerance, verify
 from tests.cases import Case
 from tests.frameworks import Framework
 
@@ -213,6 +214,24 @@ def look_away() -> None:
     gradients.Backward._forward = property_
 
 
+def _raised_by_us(where: Path, text: str) -> bool:
+    """Whether an exception comes from `rawattn`, and not from the missing GPU. where: the file that raised it."""
+    return ROOT / "rawattn" in where.parents and not any(word in text for word in _MISSING)
+
+
+def make_sanitized_calls(every: int) -> dict[str, str]:
+    """Make each `every`-th call of tests/sanitize.py; return the exceptions that `rawattn` raises, by a name of the call."""
+    raised = {}
+    for n, call in enumerate(sanitize.every_call()[::every]):
+        try:
+            call()
+        except Exception as error:
+            where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            if _raised_by_us(where, repr(error)):
+                raised[f"sanitized call {n * every}"] = repr(error)
+    return raised
+
+
 class Plugin:
     """pytest plugin: collects the exceptions that `rawattn` raises and replaces pytest's report by a progress bar."""
 
@@ -248,7 +267,7 @@ class Plugin:
         report = yield
         if report.failed and call.excinfo is not None:
             where, text = Path(call.excinfo.traceback[-1].path), call.excinfo.exconly()
-            if ROOT / "rawattn" in where.parents and not any(word in text for word in _MISSING):
+            if _raised_by_us(where, text):
                 self.raised[item.nodeid] = text.splitlines()[0]
         return report
 
@@ -272,11 +291,14 @@ def main() -> int:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print(f"pytest did not reach its end: {status!r}", file=sys.stderr)
         return 1
-    for name, text in plugin.raised.items():
+    raised = plugin.raised
+    if args.tests == parser.get_default("tests"):
+        raised = {**raised, **make_sanitized_calls(args.every)}
+    for name, text in raised.items():
         print(f"{name}: {text}", file=sys.stderr)
-    print(f"{len(loaded)} kernels, {len(plugin.raised)} exceptions of rawattn", flush=True)
+    print(f"{len(loaded)} kernels, {len(raised)} exceptions of rawattn", flush=True)
     failed = every_kernel.compile_all([(source, ARCH) for source in loaded]) if args.compile else 0
-    return 1 if plugin.raised or failed else 0
+    return 1 if raised or failed else 0
 
 
 if __name__ == "__main__":

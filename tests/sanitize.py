@@ -17,8 +17,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from tests import gpu_report
 from tests.frameworks import TightCuPy
@@ -46,24 +48,30 @@ _SUMMARY = r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"
 _DONE = "calls ran to their end"
 
 
+def every_call() -> list[Callable[[], object]]:
+    """Return all calls that run under the tools."""
+    junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
+    ours = [*page_calls(), *append_calls(), *gathered_calls(), *decoded_calls(), *nan_calls()]
+
+    def callable_of(call: Any) -> Callable[[], object]:
+        if isinstance(call, Step):
+            return call.run
+        if isinstance(call, Form):
+            return partial(check_combine, call)
+        return call if isinstance(call, partial) else partial(check_bad_integers, call, TightCuPy())
+
+    return [callable_of(call) for call in (*matrix(), *FORMS, *ours, *junk)]
+
+
 def run_calls(part: int, parts: int) -> int:
     """Run every `parts`-th call, from number `part`; return how many ran."""
     import cupy
 
     # In a memory pool, an access outside an array would still hit allocated memory.
     cupy.cuda.set_allocator(None)
-    junk = [bad for bad in BAD_INTEGERS if bad.dtype == "int64" and bad.what == "everything"]
-    ours = [*page_calls(), *append_calls(), *gathered_calls(), *decoded_calls(), *nan_calls()]
-    mine = [*matrix(), *FORMS, *ours, *junk][part::parts]
+    mine = every_call()[part::parts]
     for call in mine:
-        if isinstance(call, Step):
-            call.run()
-        elif isinstance(call, Form):
-            check_combine(call)
-        elif isinstance(call, partial):
-            call()
-        else:
-            check_bad_integers(call, TightCuPy())
+        call()
     return len(mine)
 
 
