@@ -14,8 +14,23 @@ from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import packed_lengths, time_estimate
+from rawattn._kernels.sm90 import line_estimate, packed_lengths, time_estimate
+from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from tests.problems import CALL_OF_MANY, H200
+
+
+@pytest.mark.parametrize(
+    ("group", "rows", "heads"),
+    [(2, 400, 2), (4, 197, 4), (5, 197, 5), (9, 70, 9), (3, 400, 3), (6, 200, 6), (12, 197, 12)],
+)
+def test_last_tiles_that_are_weighed(group: int, rows: int, heads: int) -> None:
+    """A last tile of few rows counts less, unless each consumer has all rows of some heads, so that none is idle."""
+    q = np.broadcast_to(np.float16(0), (64, rows, group, 128))
+    k = np.broadcast_to(np.float16(0), (64, 9000, 1, 128))
+    problem, _ = describe(q, k, k, causal=True)
+    assert heads_per_tile(problem, 192) == heads
+    weighed = line_estimate.last_share(problem, 3, 80, heads, 132, 1) > 0
+    assert weighed == (heads not in (3, 6, 12))
 
 
 def test_lengths_of_a_packed_batch() -> None:

@@ -25,7 +25,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, selection, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import forward_steps, time_estimate
+from rawattn._kernels.sm90 import line_estimate, stream_k
 from rawattn._kernels.target import without_device
 from rawattn._runtime import on_gpu
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
@@ -179,7 +179,8 @@ def test_clusters_where_every_block_has_queries():
 
 @pytest.mark.parametrize("clusters", [1, 2, 7, 66, 132])
 @pytest.mark.parametrize(
-    "seqlens", [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000), (9, 2**29)]
+    "seqlens",
+    [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000), (9, 2**29), (3000, 33000), (1600, 10000)],
 )
 def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
     """Stream-K's pieces, cut as in attn/schedule/stream_k.cuh, cover every key tile once, in the slots that there are."""
@@ -189,13 +190,13 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         config = sm90_forward.choose(problem, HOPPER, Operands())
         assert config is not None
         assert config.stream_k
-        shared = forward_steps.stream_k_of(problem, config, clusters)
+        shared = stream_k.split(problem, config, clusters)
         keys = -(-seqlens[1] // config.tile_k)
         least = sm90_forward.least_piece_tiles(problem, config.tile_k)
         every = -(-seqlens[0] // config.schedule_rows) * heads
         if shared is None or not shared.last_share:
             tiles = every % clusters
-            pieces = time_estimate.pieces_of(tiles, keys, clusters, least)
+            pieces = line_estimate.pieces_of(tiles, keys, clusters, least)
         else:
             tiles, pieces = (every - heads) % clusters + heads, clusters
         if shared is None:
@@ -206,13 +207,13 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         assert shared.tiles == tiles
         units = [shared.units] * tiles
         if share := shared.last_share:
-            units[-heads:] = [shared.units * share // time_estimate.LAST_SHARES] * heads
-        line = sum(units)
+            units[-heads:] = [shared.units * share // line_estimate.SHARES] * heads
+        ends = [*itertools.accumulate(shared.begin + each for each in units)]
+        line = ends[-1]
         assert line < 2**31, "the kernel counts in 32 bits"
         assert shared.piece * keys >= least * shared.units
-        if not share:
-            assert line == pieces * shared.piece, "all pieces are alike"
-        ends = [*itertools.accumulate(units)]
+        assert shared.piece > shared.begin, "no piece lies in what counts for a beginning"
+        assert 0 <= pieces * shared.piece - line < pieces, "all pieces are alike"
         items, done = [], [0] * tiles
         for piece in range(pieces):
             begin, end = piece * shared.piece, min((piece + 1) * shared.piece, line)
@@ -220,9 +221,15 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
                 if (start := ends[tile] - units[tile]) >= end:
                     break
                 items.append(piece + tile)
+                assert start // shared.piece <= piece <= (ends[tile] - 1) // shared.piece
                 assert done[tile] == max(begin - start, 0)
                 done[tile] = min(end - start, units[tile])
         assert done == units
+        of_tiles = (
+            (ends[n] - 1) // shared.piece - (ends[n] - units[n]) // shared.piece
+            for n in range(tiles)
+        )
+        assert len(items) == tiles + sum(of_tiles), "as the kernel counts them (items_of)"
         assert items == sorted(set(items)), "two items share a slot"
         assert items[-1] <= shared.items - 1
 

@@ -17,7 +17,7 @@ from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import time_estimate
+from rawattn._kernels.sm90 import line_estimate, query_tiles
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import kernel, on_gpu
 from rawattn._verbs import fast_path
@@ -112,10 +112,10 @@ def sharing(alike: bool = True) -> Iterator[None]:
     their keys.
     """
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(time_estimate, "ALIKE", 0 if alike else 2))
-        stack.enter_context(mock.patch.object(time_estimate, "ITEM_MERGE_COST_KEYS", 0))
-        stack.enter_context(mock.patch.object(time_estimate, "_HARDLY_LONGER", -(2**31)))
-        stack.enter_context(mock.patch.object(time_estimate, "_weighing_pays", return_value=alike))
+        stack.enter_context(mock.patch.object(query_tiles, "ALIKE", 0 if alike else 2))
+        stack.enter_context(mock.patch.object(line_estimate, "ITEM_MERGE_COST_KEYS", 0))
+        stack.enter_context(mock.patch.object(line_estimate, "_HARDLY_LONGER", -(2**31)))
+        stack.enter_context(mock.patch.object(line_estimate, "_weighing_pays", return_value=alike))
         stack.enter_context(mock.patch.object(sm90_forward, "_in_equal_rounds", return_value=True))
         least = {
             "STREAM_K_ALWAYS_KEYS": 1,

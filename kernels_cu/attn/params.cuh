@@ -215,9 +215,8 @@ struct PaddingParams {
   int batch, nheads, headdim, element_bytes;
 };
 
-// The line at the end of a schedule: `tiles` query tiles of `units` units each, cut into pieces of `piece` units, at
-// most as many as a query tile has (see attn/schedule/stream_k.cuh). 0 tiles: none is split. A line has fewer than 2^31
-// units.
+// The line at the end of a schedule: `tiles` query tiles of `units` units each, cut into pieces of `piece` units (see
+// attn/schedule/stream_k.cuh). 0 tiles: none is split. A line has fewer than 2^31 units.
 struct StreamK {
   // for dense batches
   int tiles, piece, units;
@@ -227,6 +226,8 @@ struct StreamK {
   // for ragged batches: key tiles by which a piece must at least be shorter than a query tile, and the fewest that it
   // has
   int least_gain, least_piece;
+  // what the beginning of a query tile counts, in units; for ragged batches in 64ths of a key tile
+  int begin;
   // what the last query tile of a head, which has few rows, counts in the line, in 64ths of another; 0: as much
   int last_share;
 };

@@ -167,6 +167,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_keys();
         self.take_turn();
         self.start_scores(scores, q, is_beyond(own_tiles, mine.begin));
+        report_before(params, work);
         random.beside_scores(dropout, first_row, own_tiles.first_key(mine.begin), self.lane);
         prepare(mine.begin);
         ptx::wgmma_wait<0>();
@@ -214,10 +215,13 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       ptx::wgmma_wait<0>();
       self.release_values();
       softmax.sum_rows();
-    } else if (has_tiles(span)) {
-      target::wave_sync();
-      self.release(&s.queries_empty[queries.slot]);
-      queries.advance();
+    } else {
+      report_before(params, work);
+      if (has_tiles(span)) {
+        target::wave_sync();
+        self.release(&s.queries_empty[queries.slot]);
+        queries.advance();
+      }
     }
 #pragma unroll 1
     for (int n = mine.end; n < span.end; n++) self.skip_tile();

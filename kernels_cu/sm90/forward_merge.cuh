@@ -1,9 +1,14 @@
 // Merges the partial results of a query tile that stream-K has split by keys (attn/schedule/stream_k.cuh). An item is
 // the part of such a tile that one block, or one cluster, has computed.
 //
-// Each warp works for itself. In every item of the tile one warp owns the same 16 rows. Each of these warps writes its
-// partial result to global memory, and the last one to do so merges all of them, in the order of keys. So the bits of
-// the result do not depend on which warp is last, and no warp waits for another.
+// Each warp works for itself. In every item of the tile one warp owns the same 16 rows. Each of these warps takes a
+// number when it has computed its item, writes its partial result to global memory, and reports that it is there. The
+// one with the last number reports nothing. It waits for the reports of the others, which are about to write, and
+// merges all partial results, in the order of keys. So the bits of the result do not depend on which warp is last.
+//
+// A report comes when the writes have arrived, some microseconds later. If the piece goes on in another query tile, the
+// warp begins that item first, and reports beside its first products. It then reports even if it had the last number,
+// so that it need not remember.
 #pragma once
 
 #include "attn/exponent.cuh"
@@ -24,6 +29,8 @@ struct Partial {
 };
 static_assert(C::kElements == 8 && C::kSlots == 2, "two quads of each block");
 constexpr int kConsumerWarps = kCluster * kConsumers * 4;  // consumer warps that work on an item
+// A word for each warp counts the items of a query tile: those with a number, and, times kReported, those reported.
+constexpr unsigned kReported = 1u << 16;
 // The output is merged in kOutputParts parts of kPartBlocks blocks of 16 columns. A part has as many blocks as there
 // are registers for, together with loads that are in flight. Where there are two parts the number is even, since stores
 // take two blocks at a time.
@@ -94,9 +101,25 @@ DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial
 DEVICE bool is_whole(const WorkTile&) { return true; }
 DEVICE bool is_whole(const WorkItem& work) { return work.whole; }
 
-// Leaves the partial result of the warp's 16 rows in a tile that is split: other items have the other keys. The last
-// warp to do so merges all partial results and stores the output. Returns whether the lane's part of a stored output
-// may have a NaN of a hidden value.
+// The word of a warp. split_index: number of the query tile among those that are split.
+DEVICE unsigned* count_of(const Sm90ForwardParams& p, int split_index, int warp) {
+  return p.arrived + split_index * kConsumerWarps + rank() * kConsumers * 4 + warp;
+}
+
+// Reports the partial result of a warp in a query tile, if split_index is not negative.
+DEVICE void report(const Sm90ForwardParams& p, int split_index) {
+  if (split_index < 0) return;
+  const int thread = target::reload_thread_index() - kWarpgroup;
+  target::wave_sync();
+  if (thread % 32 == 0) target::add_release(count_of(p, split_index, thread / 32), kReported);
+}
+// The same for the item of this piece that came before.
+DEVICE void report_before(const Sm90ForwardParams&, const WorkTile&) {}
+DEVICE void report_before(const Sm90ForwardParams& p, const WorkItem& work) { report(p, work.comes_from); }
+
+// Leaves the partial result of the warp's 16 rows in a tile that is split: other items have the other keys. The warp
+// with the last number merges all partial results and stores the output. Returns whether the lane's part of a stored
+// output may have a NaN of a hidden value.
 DEVICE bool store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {
   return false;
 }
@@ -109,20 +132,26 @@ DEVICE bool store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   const int lane = thread % 32, warp = target::wave_uniform(thread / 32);
   const TileRow own = tile_row(warp * 16);
   const int first_row = first_row_of(work, warp * 16, own);
-  if (!place_of(work, work.head + own.head, first_row, 0).real) return false;
+  // A warp without rows writes nothing, but is counted, so that each reports what came before.
+  const bool real = place_of(work, work.head + own.head, first_row, 0).real;
 
-  const int wave = rank() * kConsumers * 4 + warp;
-  Partial* partials = static_cast<Partial*>(p.partials) + wave;
-  write_partial(partials[int64(work.item) * kConsumerWarps], o, softmax, lane);
-  // The fences order all lanes' stores before this warp's arrival, and the last arrival before all lanes' loads.
-  target::fence_device();
-  target::wave_sync();
   const TileSpan items = items_of(work);
-  const int count = items.end - items.begin;
-  unsigned* const arrived = p.arrived + work.split_index * kConsumerWarps + wave;
-  if (!target::wave_any(lane == 0 && static_cast<int>(target::fetch_add(arrived, 1u)) == count - 1)) return false;
-  target::fence_device();
-  if (lane == 0) *arrived = 0;  // for the next launch
+  const unsigned others = items.end - items.begin - 1;
+  unsigned* const counted = count_of(p, work.split_index, warp);
+  unsigned number = 0;
+  if (lane == 0) number = target::fetch_increment_deferred(counted) % kReported;
+  Partial* partials = static_cast<Partial*>(p.partials) + rank() * kConsumers * 4 + warp;
+  if (real) write_partial(partials[int64(work.item) * kConsumerWarps], o, softmax, lane);
+  if (!target::wave_any(lane == 0 && number == others)) {
+    if (!work.goes_on) report(p, work.split_index);
+    return false;
+  }
+  // All lanes loop: ptxas spills registers of the loop over key tiles if one lane does.
+  while (target::wave_any(lane == 0 && target::load_acquire(counted) / kReported != others)) {
+  }
+  if (lane == 0) *counted = work.goes_on ? 0u - kReported : 0u;  // 0 for the next launch
+  if (!real) return false;
+  target::wave_sync();
   partials += int64(items.begin) * kConsumerWarps;
   bool nan = false;
 #pragma unroll 1
@@ -132,7 +161,7 @@ DEVICE bool store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
     float sink = 0.0f;
     if constexpr (kSinkLogits)
       sink = per_head(p.forward.sink_logits, work.sequence, work.head + own.head) * Exponent::kUnit;
-    merge(merged, all, part * kPartBlocks, partials, count, sink, lane);
+    merge(merged, all, part * kPartBlocks, partials, others + 1, sink, lane);
     store_rows(p.forward, work, merged, part * kPartBlocks, work.head + own.head, first_row, lane);
     if (part == 0) store_lse(p.forward, work, all, work.head + own.head, first_row, lane);
     nan = nan || has_hidden_nan(merged);

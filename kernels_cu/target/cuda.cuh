@@ -258,6 +258,18 @@ DEVICE unsigned fetch_add_acq_rel(unsigned* counter, unsigned x) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(was) : "l"(counter), "r"(x) : "memory");
   return was;
 }
+// Adds x to such a counter once the writes of this thread, and those of lanes that it has met at a wave_sync(), are
+// visible to all blocks. The thread gets no answer to wait for.
+DEVICE void add_release(unsigned* counter, unsigned x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+}
+// Reads such a counter. What other blocks wrote before their add_release() is visible to this thread afterwards, and to
+// lanes that it meets at a wave_sync().
+DEVICE unsigned load_acquire(const unsigned* counter) {
+  unsigned x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(counter) : "memory");
+  return x;
+}
 // Adds 1 to a counter that stays below 2^32 - 2 and returns its previous value, which the thread does not wait for
 // until it uses it. The compiler turns atomicAdd into one addition for all lanes of a warp, even where a single lane
 // calls it, and waits for the result in order to distribute it. It does not do so to atomicInc, which may wrap around.

@@ -323,6 +323,8 @@ DEVICE unsigned fetch_add(unsigned* counter, unsigned x) {
 }
 
 DEVICE unsigned fetch_add_acq_rel(unsigned* counter, unsigned x) { return fetch_add(counter, x); }
+DEVICE void add_release(unsigned* counter, unsigned x) { *counter += x; }
+DEVICE unsigned load_acquire(const unsigned* counter) { return *counter; }
 DEVICE unsigned fetch_increment_deferred(unsigned* counter) { return fetch_add(counter, 1u); }
 
 DEVICE unsigned shared_address(const void* pointer) { return host::shared_address(pointer); }

@@ -16,7 +16,7 @@
 //              sin(x), cos(x), sqrt(x), floor(x), fmod(x, y), pow(x, y)
 //   convert    bits_of(x), float_of(bits), to_float(x), from_float<T>(x), float16_pairs(pairs, x)
 //   sums       atomic_add(address, x), add_pairs(address, x), fetch_add(counter, x), fetch_add_acq_rel(counter, x),
-//              fetch_increment_deferred(counter)
+//              fetch_increment_deferred(counter), add_release(counter, x), load_acquire(counter)
 //   memory     prefetch(address), store_streaming(address, x), shared_address(pointer)
 //   copies     copy_async<bytes>(shared, global, valid), copy_async_evict_first<bytes>(shared, global, valid),
 //              copy_async_commit(), copy_async_wait<pending>()

@@ -227,8 +227,8 @@ PADDING = _struct(
 )
 _STREAM_K = _struct(
     "StreamK",
-    "The line at the end of a schedule: `tiles` query tiles of `units` units each, cut into pieces of `piece` units, at most "
-    "as many as a query tile has (see attn/schedule/stream_k.cuh). 0 tiles: none is split. A line has fewer than 2^31 units.",
+    "The line at the end of a schedule: `tiles` query tiles of `units` units each, cut into pieces of `piece` units (see "
+    "attn/schedule/stream_k.cuh). 0 tiles: none is split. A line has fewer than 2^31 units.",
     ("int", "tiles, piece, units", "for dense batches"),
     (
         "int",
@@ -240,6 +240,11 @@ _STREAM_K = _struct(
         "int",
         "least_gain, least_piece",
         "for ragged batches: key tiles by which a piece must at least be shorter than a query tile, and the fewest that it has",
+    ),
+    (
+        "int",
+        "begin",
+        "what the beginning of a query tile counts, in units; for ragged batches in 64ths of a key tile",
     ),
     (
         "int",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import rawattn
 from rawattn._compile import compiler
 from rawattn._kernels import params
 from rawattn._kernels.selection import FAMILIES, only
@@ -189,6 +190,33 @@ def test_last_tiles_are_weighed(
         verify(dense("weighed", batch, rows_q, rows_k, **knobs), CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:
             assert _last_launch("stream_k")["last_share"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rows_q", "rows_k", "nheads_q", "nheads_kv"),
+    [(256, 33000, 8, 2), (700, 9000, 12, 3), (77, 9000, 20, 4)],
+)
+def test_split_tiles_have_the_same_bits_each_time(
+    rows_q: int, rows_k: int, nheads_q: int, nheads_kv: int
+) -> None:
+    """Whichever warp is the last of a split tile, all partial results have arrived and are merged in the order of keys.
+
+    In calls one behind the other, and beside calls on another stream.
+    """
+    import cupy
+
+    draw = cupy.random.default_rng(5)
+    shapes = (1, rows_q, nheads_q, 128), *[(1, rows_k, nheads_kv, 128)] * 2
+    q, k, v = (draw.standard_normal(shape, dtype=np.float32).astype(np.float16) for shape in shapes)
+    first = rawattn.attention(q, k, v, causal=True)
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    found = []
+    for n in range(60):
+        with streams[n // 3 % 2]:
+            found.append(rawattn.attention(q, k, v, causal=True))
+    cupy.cuda.Device().synchronize()
+    assert all((x.view(np.uint16) == first.view(np.uint16)).all() for x in found)
 
 
 @pytest.mark.parametrize("group", [3, 5, 7, 8, 12, 40])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rawattn import paged_attention
-from rawattn._kernels.sm90 import time_estimate
+from rawattn._kernels.sm90 import line_estimate
 from tests.gpu.pages import CHUNKS, F16, LENS, LIMITS, MASKS, SHAPES, check_pages, on_gpu
 from tests.paged import paged, verify
 from tests.tiles import sharing
@@ -49,13 +49,13 @@ def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("lens", [(1500,), (1500, 1480, 1300), (1500, 200), (900,) * 90], ids=len)
 def test_last_tiles_are_weighed(lens: tuple[int, ...], options: dict[str, Any]) -> None:
     """Query tiles of few rows count less where sequences have about as many keys; else all count the same."""
-    share = mock.Mock(wraps=time_estimate.last_share)
-    with sharing(), mock.patch.object(time_estimate, "last_share", share):
+    share = mock.Mock(wraps=line_estimate.last_share)
+    with sharing(), mock.patch.object(line_estimate, "last_share", share):
         for page_size, rows, heads in ((16, 120, (16, 4)), (24, 200, (3, 3)), (16, 75, (8, 2))):
             call = paged(lens, page_size, rows=rows, dims=(128, 128), heads=heads, dtype=F16)
             check_pages(call, "sm90", **options)
             if share.call_args is not None:  # a GPU that has the kernel
-                assert time_estimate.last_share(*share.call_args.args) > 0
+                assert line_estimate.last_share(*share.call_args.args) > 0
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {}], ids=str)

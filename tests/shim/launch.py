@@ -17,7 +17,7 @@ from rawattn._kernels.portable import fill_padding, ragged_setup
 from rawattn._kernels.portable.forward import Config
 from rawattn._kernels.portable.schedule import order_bytes
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
-from rawattn._kernels.sm90 import forward_steps
+from rawattn._kernels.sm90 import forward_steps, stream_k
 from tests.memory import CANARY, Strided
 from tests.shim.shim import POISON, Build, Builder, Memory
 from tests.shim.tensor_map import encode
@@ -154,8 +154,8 @@ class Forward:
         )
         heads = problem.nheads_q // config.heads_per_tile
         clusters = max(blocks // config.cluster, 1)
-        stream_k = forward_steps.stream_k_of(problem, config, clusters)
-        if stream_k is None:
+        shared = stream_k.split(problem, config, clusters)
+        if shared is None:
             clusters = min(tiles * heads, clusters)
         whole = params.SM90_FORWARD.zeros()
         fields = whole[0]
@@ -163,12 +163,12 @@ class Forward:
         next_work = Memory("next_work", np.zeros(2, np.uint32), readonly=False)
         fields["next_work"] = next_work.address
         counters = [next_work]
-        if stream_k is not None:
-            fields["stream_k"] = stream_k.values
-            arrived = np.zeros(stream_k.counters, np.uint32)
+        if shared is not None:
+            fields["stream_k"] = shared.values
+            arrived = np.zeros(shared.counters, np.uint32)
             counters.append(Memory("arrived", arrived, readonly=False))
             fields["arrived"] = counters[-1].address
-            poison = np.full(stream_k.partial_bytes, POISON, np.uint8)
+            poison = np.full(shared.partial_bytes, POISON, np.uint8)
             partials = Memory("partials", poison, readonly=False)
             fields["partials"] = partials.address
             memory.append(partials)
@@ -176,7 +176,7 @@ class Forward:
             fields["padding"] = self._padding()[0]
         fields["row_bound_q"] = forward_steps.row_bound(problem.rows_q)
         fields["row_bound_k"] = forward_steps.row_bound(problem.rows_k)
-        if stream_k is not None:
+        if shared is not None:
             kept_tiles = 0
         elif kept_tiles is None:
             kept_tiles = forward_steps.kept_tiles(problem, config, clusters)

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rawattn._kernels.sm90 import time_estimate
+from rawattn._kernels.sm90 import line_estimate
 from tests import exhaustive
 from tests.paged import BFLOAT16, paged
 from tests.shim.device import MakeDevice
@@ -142,11 +142,11 @@ def test_last_tiles_are_weighed(hopper: MakeDevice, rows: int, lens: tuple[int, 
         paged(lens, 8, rows=rows, dims=(16, 24), heads=(2, 2), dtype=F16),
         paged(lens, 24, rows=rows // 2, dims=(32, 16), heads=(8, 2)),
     ]
-    share = mock.Mock(wraps=time_estimate.last_share)
-    with sharing(), mock.patch.object(time_estimate, "last_share", share):
+    share = mock.Mock(wraps=line_estimate.last_share)
+    with sharing(), mock.patch.object(line_estimate, "last_share", share):
         for seed, call in enumerate(calls, 1):
             verify_sm90(hopper(seed), call, THREE, on_device=seed == 1)
-            assert time_estimate.last_share(*share.call_args.args) > 0
+            assert line_estimate.last_share(*share.call_args.args) > 0
 
 
 @pytest.mark.parametrize("page_size", [8, 3])

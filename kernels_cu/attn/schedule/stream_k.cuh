@@ -12,6 +12,12 @@
 // whole numbers of them. So no remainder moves the end of a piece past that of a tile, which would make an item of few
 // keys that costs a beginning and an end.
 //
+// A piece that goes on in the next query tile takes longer than one that does not: it leaves one item's partial result
+// and begins another. So each query tile begins with `begin` units that stand for no keys, and all pieces take about
+// equally long. A piece that ends in them does not go on, and one that begins in them begins with the first key. Tiles
+// have no such units where pieces are cut in the same way every few tiles: then as many pieces would begin where a tile
+// does, and would have less to do.
+//
 // The last query tile of a head may have rows for some of a block's consumers alone. Then it takes less time, and a
 // line may weigh it: last tiles come behind all others of all heads, so that all of them are in the line, and each
 // counts `last_share` 64ths of another.
@@ -30,31 +36,35 @@ struct WorkItem : WorkTile {
   TileSpan keys;  // key tiles of the item; as cut() leaves it, units of the query tile
   bool whole;     // whether the item has all keys of the query tile
   bool goes_on;   // whether the piece goes on in the next query tile
+  // The number, as of split_index, of a query tile in which the piece has an item that ends where this one begins, if
+  // that is not all of the tile; else negative.
+  int comes_from;
   // The rest is set for query tiles of the line only.
   int split_index;   // number of the query tile among those that are split
   int item;          // number of the item; the items of a query tile follow each other in the order of keys
-  int start, units;  // where the query tile begins in the line, and its length there, in units
+  int start, units;  // where the keys of the query tile begin in the line, and their length there, in units
   int piece;         // units of a piece
 
   // Where the query tile ends in the line.
   DEVICE int tile_end() const { return start + units; }
 
   // Makes this the item that begins at unit `begin` of the line, in piece number `index`, which ends before unit `end`.
-  // The members split_index, start and units must be set.
-  DEVICE void cut(int index, int begin, int end) {
+  // The members split_index, start and units must be set. empty: units at the beginning of the next query tile.
+  DEVICE void cut(int index, int begin, int end, int empty) {
     item = index + split_index;
     keys = {begin > start ? begin - start : 0, end < tile_end() ? end - start : units};
-    goes_on = end > tile_end();
+    goes_on = end > tile_end() + empty;
     whole = keys.begin == 0 && keys.end == units;
   }
 };
 
 // A line of alike query tiles. `whole` query tiles come before it in the schedule, each as one item. Then come the
-// `tiles` that are split, in pieces of `piece` units. Each is `units` long, but for the `lasts` at the end, which are
-// last tiles of heads and `last_units` long. lasts: 0 where last tiles count as others and come among them.
+// `tiles` that are split, in pieces of `piece` units. Each has `begin` units and then those of its keys: `units`, or
+// `last_units` of each of the `lasts` at the end, which are last tiles of heads. lasts: 0 where last tiles count as
+// others and come among them.
 struct StreamLine {
   int64 whole;
-  int tiles, piece, units, lasts, last_units;
+  int tiles, piece, units, lasts, last_units, begin;
 
   static constexpr int kShares = 64;
 
@@ -65,12 +75,8 @@ struct StreamLine {
     const int64 all = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ);
     const bool weighs = stream_k.last_share > 0;
     const int last_units = stream_k.units / kShares * stream_k.last_share;
-    return {all - stream_k.tiles,
-            stream_k.tiles,
-            stream_k.piece,
-            stream_k.units,
-            weighs ? static_cast<int>(heads) : 0,
-            last_units};
+    return {all - stream_k.tiles, stream_k.tiles, stream_k.piece, stream_k.units, weighs ? static_cast<int>(heads) : 0,
+            last_units,           stream_k.begin};
   }
   // The line of a ragged batch. It has the query tiles that remain after whole rounds of the grid, if its pieces are
   // enough shorter than the first of these tiles. Otherwise it has no tiles. Last tiles are weighed if the host asks
@@ -95,12 +101,14 @@ struct StreamLine {
     }
     if (stream_k.last_share > 0 && fewest * int64(4) >= most * int64(3)) {
       const int longs = static_cast<int>((all - lasts) % workers);
-      const int64 length = (int64(longs) * kShares + lasts * stream_k.last_share) * most;
+      const int64 length =
+          (int64(longs) * kShares + lasts * stream_k.last_share) * most + (longs + lasts) * stream_k.begin;
       const int64 piece = (length + workers - 1) / workers;
       if (piece >= int64(stream_k.least_piece) * kShares && length < int64(1) << 31)
         return {all - lasts - longs,     static_cast<int>(longs + lasts),
                 static_cast<int>(piece), static_cast<int>(kShares * most),
-                static_cast<int>(lasts), static_cast<int>(stream_k.last_share * most)};
+                static_cast<int>(lasts), static_cast<int>(stream_k.last_share * most),
+                stream_k.begin};
     }
     if (last > 0) {
       const unsigned enough = last * keys / stream_k.least_piece, some = enough < workers ? enough : workers;
@@ -110,15 +118,26 @@ struct StreamLine {
       const bool hardly = even > 0 && quotient_up(keys * last, even) <= quotient_up(keys * last, some) + kHardlyLonger;
       const unsigned pieces = hardly ? even : some;
       if (pieces > last && (pieces - last) * keys >= stream_k.least_gain * pieces) {
-        const unsigned part = quotient_up(keys, pieces);
-        const int units = static_cast<int>(pieces * part);
-        return {all - last, static_cast<int>(last), static_cast<int>(last * part), units, 0, units};
+        const unsigned part = quotient_up(keys, pieces), units = pieces * part;
+        const unsigned begin =
+            repeats(last, pieces) ? 0 : static_cast<unsigned>(int64(units) * stream_k.begin / (int64(keys) * kShares));
+        const unsigned piece = last * part + quotient_up(last * begin, pieces);
+        return {all - last, static_cast<int>(last),  static_cast<int>(piece), static_cast<int>(units),
+                0,          static_cast<int>(units), static_cast<int>(begin)};
       }
     }
-    return {all, 0, 1, 1, 0, 1};
+    return {all, 0, 1, 1, 0, 1, 0};
   }
 
   static constexpr unsigned kHardlyLonger = 2;  // by how many key tiles at most
+  static constexpr unsigned kFewTiles = 4;
+  // Whether pieces begin where a tile does every few tiles, or more often.
+  DEVICE static bool repeats(unsigned tiles, unsigned pieces) {
+    for (unsigned n = 1; n <= kFewTiles; n++) {
+      if (n * pieces % tiles == 0) return true;
+    }
+    return false;
+  }
   DEVICE static unsigned quotient_up(unsigned x, unsigned y) { return (x + y - 1) / y; }
 
   // Finds the item at an index. line_position: the unit of the line from which its piece goes on, or negative where the
@@ -127,18 +146,20 @@ struct StreamLine {
   DEVICE int64 find(WorkItem& work, int64 index, int line_position) const {
     work.goes_on = false;
     work.whole = true;
+    work.comes_from = -1;
     if (tiles == 0 || index < whole) return index;
-    const int longs = (tiles - lasts) * units, length = longs + lasts * last_units;
+    const int longs = (tiles - lasts) * (begin + units), length = longs + lasts * (begin + last_units);
     const int first = static_cast<int>(clamp((index - whole) * piece, 0, length));
-    const int begin = line_position < 0 ? first : line_position;
-    const bool last = lasts > 0 && begin >= longs;
+    const int from = line_position < 0 ? first : line_position;
+    const bool last = lasts > 0 && from >= longs;
     const int before = last ? longs : 0;
     work.units = last ? last_units : units;
-    work.split_index = (begin - before) / work.units;
-    work.start = before + work.split_index * work.units;
+    work.split_index = (from - before) / (begin + work.units);
+    work.start = before + work.split_index * (begin + work.units) + begin;
     if (last) work.split_index += tiles - lasts;
     work.piece = piece;
-    work.cut(static_cast<int>(index - whole), begin, length - first < piece ? length : first + piece);
+    if (from > first && from - first < (from > longs ? last_units : units)) work.comes_from = work.split_index - 1;
+    work.cut(static_cast<int>(index - whole), from, length - first < piece ? length : first + piece, begin);
     return whole + work.split_index;
   }
 };
@@ -161,6 +182,7 @@ struct UnequalTilesLine {
     int row, head;
     work.goes_on = false;
     work.whole = true;
+    work.comes_from = -1;
     work.exists = true;
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
@@ -173,20 +195,24 @@ struct UnequalTilesLine {
     } else {
       const int first = static_cast<int>(index) * stream_k.piece;
       const int begin = line_position < 0 ? first : line_position;
+      int units = 0;  // of the tile that ends at `begin`, if one does
       work.start = 0;
       for (row = 0;; row++) {
         work.tile = last - row;
+        units = work.units;
         work.units = units_of(work);
         if (row + 1 == stream_k.rows || begin < work.start + each * work.units) break;
         work.start += each * work.units;
       }
       head = (begin - work.start) / work.units;
+      if (head > 0) units = work.units;
       const int end = work.start + each * work.units;
       work.start += head * work.units;
       work.split_index = row * each + head;
+      if (begin > first && begin - first < units) work.comes_from = work.split_index - 1;
       work.piece = stream_k.piece;
       const bool last_piece = row + 1 == stream_k.rows && first + stream_k.piece > end;
-      work.cut(static_cast<int>(index), begin, last_piece ? end : first + stream_k.piece);
+      work.cut(static_cast<int>(index), begin, last_piece ? end : first + stream_k.piece, 0);
     }
     work.sequence = head / nheads;
     work.head = head % nheads * kHeads;

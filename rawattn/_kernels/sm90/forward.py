@@ -11,7 +11,7 @@ from rawattn._call.problem import Problem
 from rawattn._kernels import features, tile_tables
 from rawattn._kernels.operands import ITEMSIZE, Operands, access_bytes
 from rawattn._kernels.sm90 import forward_fit as fit
-from rawattn._kernels.sm90 import time_estimate, tma
+from rawattn._kernels.sm90 import line_estimate, query_tiles, time_estimate, tma
 from rawattn._kernels.sm90.forward_config import (
     MOST_MASKED_KEYS,
     Config,
@@ -175,7 +175,7 @@ def _works_in_pairs(problem: Problem, config: Config, target: Target) -> bool:
         return False
     if config.stream_k or config.interleaved or config.blocks_per_sm > 1:
         return False
-    if problem.max_seqlen_k < LONG_SEQLEN or not time_estimate.alike(problem):
+    if problem.max_seqlen_k < LONG_SEQLEN or not query_tiles.alike(problem):
         return False
     tiles = -(-problem.rows_q // config.tile_q)
     wide = max(problem.headdim, problem.headdim_v)
@@ -183,7 +183,7 @@ def _works_in_pairs(problem: Problem, config: Config, target: Target) -> bool:
         return False
     if config.consumers == 2 and wide <= 128:  # registers are spilled
         return False
-    count = time_estimate.count(problem, config.tile_rows, config.heads_per_tile)
+    count = query_tiles.count(problem, config.tile_rows, config.heads_per_tile)
     return count >= _PAIRS_FILL * target.multiprocessors
 
 
@@ -218,17 +218,17 @@ def may_split_keys(problem: Problem, seqlen: int) -> bool:
     # An int counts the units of a line. Only pages have room for more keys.
     if problem.rows_k > MAX_ROWS:
         return False
-    longest = time_estimate.fewest_and_most_keys(problem)[1]
-    if time_estimate.splits_by_length(problem):
+    longest = query_tiles.fewest_and_most_keys(problem)[1]
+    if query_tiles.splits_by_length(problem):
         # The host does not know the lengths of a mask's lists.
         return problem.mask is None and longest >= STREAM_K_LEAST_KEYS_UNLIKE
-    return longest >= seqlen and time_estimate.alike(problem)
+    return longest >= seqlen and query_tiles.alike(problem)
 
 
 def least_piece_tiles(problem: Problem, tile_k: int) -> int:
     """The fewest key tiles of a piece. With shorter pieces, merging those of a query tile takes longer than computing them."""
-    _, longest = time_estimate.fewest_and_most_keys(problem)
-    shortest = math.sqrt(time_estimate.ITEM_MERGE_COST_KEYS * longest)
+    _, longest = query_tiles.fewest_and_most_keys(problem)
+    shortest = math.sqrt(line_estimate.ITEM_MERGE_COST_KEYS * longest)
     return max(LEAST_PIECE_TILES, math.ceil(shortest / tile_k))
 
 
@@ -237,8 +237,8 @@ def least_gain(problem: Problem, rows: int, heads: int, workers: int) -> int:
 
     rows: query rows of each head that the schedule hands out together; heads: those whose rows share a tile.
     """
-    idle = time_estimate.count(problem, rows * heads, heads) < workers
-    halved = idle and not time_estimate.splits_by_length(problem)
+    idle = query_tiles.count(problem, rows * heads, heads) < workers
+    halved = idle and not query_tiles.splits_by_length(problem)
     return LEAST_GAIN_TILES // 2 if halved else LEAST_GAIN_TILES
 
 
@@ -265,7 +265,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     table = _table(problem)
     usual = _usual(problem, wide)
     rows = rows_of(usual["consumers"])
-    tiles = time_estimate.count(problem, rows, heads_per_tile(problem, rows))
+    tiles = query_tiles.count(problem, rows, heads_per_tile(problem, rows))
     # One stands for an unknown number of SMs: the kernel is only compiled.
     if target.multiprocessors == 1:
         return usual, problem.mask is None and may_split_keys(problem, STREAM_K_ALWAYS_KEYS)
@@ -283,7 +283,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
     length = problem.max_seqlen_q
     if shares_sm and table == "left":
         # Under a window the tiles of long sequences are as short as those of short ones.
-        length = min(length, time_estimate.fewest_and_most_keys(problem)[1])
+        length = min(length, query_tiles.fewest_and_most_keys(problem)[1])
     short = not bound and length <= longest
     short &= shares_sm or problem.max_seqlen_q > _ONE_CONSUMER_SEQLEN
     limit = _ROUNDS_ENOUGH_PLAIN if plain else _ROUNDS_ENOUGH_SCORED
@@ -351,7 +351,7 @@ def _weighs_last_tiles(problem: Problem, fields: Mapping[str, Any], target: Targ
     consumers, tile_k = fields["consumers"], fields["tile_k"]
     shape = consumers, tile_k, heads_per_tile(problem, rows_of(consumers))
     least = least_piece_tiles(problem, tile_k)
-    return time_estimate.last_share(problem, *shape, target.multiprocessors, least) > 0
+    return line_estimate.last_share(problem, *shape, target.multiprocessors, least) > 0
 
 
 def _fits_rows_better(
@@ -370,7 +370,7 @@ def _fits_rows_better(
     wide = max(problem.headdim, problem.headdim_v)
     if not 96 < wide <= 128 or fields["tile_k"] != 128:
         return False
-    return time_estimate.alike(problem) and problem.max_seqlen_k >= _MANY_KEYS
+    return query_tiles.alike(problem) and problem.max_seqlen_k >= _MANY_KEYS
 
 
 def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
@@ -383,7 +383,7 @@ def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
     """
     keys = problem.max_seqlen_k
     if table == "left":
-        keys = time_estimate.fewest_and_most_keys(problem)[1]
+        keys = query_tiles.fewest_and_most_keys(problem)[1]
     if keys >= _ONE_BLOCK_LEAST_KEYS or problem.pages is not None:
         return False
     if table == "masked":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
@@ -12,7 +11,7 @@ from rawattn._kernels import attention_params, params, score_params, structs
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import align_rows, fill_padding, mask_tiles, schedule
-from rawattn._kernels.sm90 import bias_slots, forward, time_estimate, tma
+from rawattn._kernels.sm90 import bias_slots, forward, query_tiles, stream_k, tma
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED, STORE_ROWS, Config
 from rawattn._kernels.steps import Geometry, Step, Steps, SubTask, Tiles, patches
 from rawattn._kernels.target import Target
@@ -55,7 +54,7 @@ def steps(problem: Problem, structure: Structure, operands: Operands, target: Ta
     if config.paged:
         structure = attention_params.without_pages(structure)
     as_many_queries = not (problem.packed or structure.q.start or structure.q.length)
-    shared = stream_k_of(problem, config, clusters, as_many_queries)
+    shared = stream_k.split(problem, config, clusters, as_many_queries)
     tiles = Tiles(
         "q",
         config.schedule_rows,
@@ -161,7 +160,7 @@ def section_bytes(problem: Problem, config: Config, clusters: int) -> int:
     tiles = -(-problem.max_seqlen_q // config.schedule_rows)
     tiles *= problem.nheads_q // config.heads_per_tile
     rounds = tiles * problem.batch / clusters
-    if not _SECTION_ROUNDS <= rounds <= _FEW_ROUNDS or not time_estimate.alike(problem):
+    if not _SECTION_ROUNDS <= rounds <= _FEW_ROUNDS or not query_tiles.alike(problem):
         return config.section_bytes
     sections = max(1, tiles // (_SECTION_ROUNDS * clusters))
     keys = min(problem.nheads_kv * problem.max_seqlen_k // sections + 1, 2**31 - 1)
@@ -176,118 +175,17 @@ def kept_tiles(problem: Problem, config: Config, clusters: int) -> int:
     if problem.ragged or problem.window_right is None or problem.window_left is not None:
         return 0
     # If tiles are about equally long, no tile fills a gap better than another, and keeping some would read their keys twice.
-    if time_estimate.alike(problem):
+    if query_tiles.alike(problem):
         return 0
     tiles = -(-problem.rows_q // config.schedule_rows)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     # Lengths in units of a tile's rows: the n-th shortest tile has `before` + n, the longest `before` + tiles. So k kept tiles
     # of a head are k * before + k * k / 2 of work, and `kept` is the k for which that is `wanted`.
-    before = time_estimate.fewest_and_most_keys(problem)[0] / config.schedule_rows
+    before = query_tiles.fewest_and_most_keys(problem)[0] / config.schedule_rows
     wanted = _KEPT_ROUNDS * clusters * (before + tiles) / heads
     kept = math.sqrt(before * before + 2 * wanted) - before
     # With very many heads the tiles of the last ones fill the gaps, and no keys need be read twice.
     return 0 if kept < _LEAST_KEPT else min(tiles, math.ceil(kept))
-
-
-class StreamK(NamedTuple):
-    """How the keys of the last query tiles are split. kernels_cu/attn/schedule/stream_k.cuh defines line, piece and unit.
-
-    Tiles of ragged batches are counted on the GPU. There all numbers are upper bounds, and `piece` and `units` are unused.
-    """
-
-    tiles: int  # query tiles in the line
-    piece: int  # units of a piece
-    units: int  # units of a query tile
-    items: int  # a bound: items are numbered below it
-    partial_bytes: int  # of the partial results of all items
-    counters: int  # of the items of a query tile that have arrived: one for each tile and warp
-    # These two are 0 where query tiles are alike. Where they are not:
-    rows: int = 0  # query tiles of each head in the line, the longest ones
-    pieces: int = 0  # all pieces of the line
-    least: int = 1  # the fewest key tiles of a piece
-    gain: int = 0  # key tiles by which splitting must end the tiles earlier
-    last_share: int = 0  # what the last query tile of a head counts (`time_estimate.last_share`)
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        """The fields of the kernel's parameter struct `StreamK`, in its order."""
-        line = self.tiles, self.piece, self.units
-        return (*line, self.rows, self.pieces, self.gain, self.least, self.last_share)
-
-
-def stream_k_of(
-    problem: Problem, config: Config, clusters: int, as_many_queries: bool = True
-) -> StreamK | None:
-    """How `clusters` clusters of blocks split the query tiles that remain behind whole rounds. None where that does not pay.
-
-    as_many_queries: whether all sequences have as many queries as the array has rows.
-    """
-    if not config.stream_k:
-        return None
-    waves = config.cluster * config.consumers * 4
-    # A lane leaves 32 bytes for each 16 columns of its two rows, and 16 bytes for their references (running max) and sums.
-    wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
-    rows, piece, units = 0, 0, 0
-    least = forward.least_piece_tiles(problem, config.tile_k)
-    least_gain = forward.least_gain(problem, config.schedule_rows, config.heads_per_tile, clusters)
-    heads = problem.batch * problem.nheads_q // config.heads_per_tile
-    share, shared = 0, None
-    if config.cluster == 1 and as_many_queries:
-        shape = config.consumers, config.tile_k, config.heads_per_tile
-        share = time_estimate.last_share(problem, *shape, clusters, least)
-    if share and not problem.ragged:
-        shared = _weighed(problem, config, clusters, share, least)
-        share = 0 if shared is None else share
-    if problem.ragged:
-        if clusters == 1:
-            return None
-        tiles, pieces = clusters - 1 + (heads if share else 0), clusters
-    elif shared is not None:
-        tiles, piece, units = shared
-        pieces = clusters
-    elif time_estimate.splits_by_length(problem):
-        lengths = time_estimate.key_tiles(problem, config.schedule_rows, config.tile_k)
-        piece = max(least, -(-heads * sum(lengths) // clusters))
-        rows = sum(each > piece for each in lengths)
-        if lengths[0] - piece < max(1, least_gain):
-            return None
-        tiles, pieces = heads * rows, -(-heads * sum(lengths[:rows]) // piece)
-    else:
-        tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
-        keys = -(-time_estimate.fewest_and_most_keys(problem)[1] // config.tile_k)
-        pieces = time_estimate.pieces_of(tiles, keys, clusters, least)
-        gain = (pieces - tiles) * keys  # in key tiles, of all pieces
-        if tiles == 0 or pieces <= tiles or gain < least_gain * pieces:
-            return None
-        part = -(-keys // pieces)
-        piece, units = tiles * part, pieces * part
-    items = pieces + tiles - 1
-    return StreamK(
-        *(tiles, piece, units, items, items * waves * wave_bytes),
-        counters=tiles * waves,
-        rows=rows,
-        pieces=pieces if rows else 0,
-        least=least,
-        gain=least_gain,
-        last_share=share,
-    )
-
-
-def _weighed(
-    problem: Problem, config: Config, workers: int, share: int, least: int
-) -> tuple[int, int, int] | None:
-    """Tiles, piece and units of the line of a dense batch that weighs last tiles. None if its pieces would be too short, or an
-    int could not count its units."""
-    heads = problem.batch * problem.nheads_q // config.heads_per_tile
-    each = -(-problem.rows_q // config.schedule_rows)
-    longs = heads * (each - 1) % workers
-    keys = -(-time_estimate.fewest_and_most_keys(problem)[1] // config.tile_k)
-    units = time_estimate.LAST_SHARES * keys
-    length = longs * units + heads * share * keys
-    piece = -(-length // workers)
-    if length >= 2**31 or piece < least * time_estimate.LAST_SHARES:
-        return None
-    return longs + heads, piece, units
 
 
 def row_bound(rows: int) -> int:

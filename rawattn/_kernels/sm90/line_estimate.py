@@ -1,0 +1,194 @@
+"""Estimates how long query tiles take that form a line and are split by keys (attn/schedule/stream_k.cuh).
+
+Times are in the unit of `tile_times`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rawattn._call.problem import Problem
+from rawattn._kernels.sm90 import query_tiles
+from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, of_headdim
+
+# Where tiles are split by keys, in keys:
+# what a piece takes beside its own keys and its beginning;
+_PIECE_COST_KEYS = 150
+# what each item of a query tile takes to be merged, one after the other;
+ITEM_MERGE_COST_KEYS = 50
+# what 64 rows of each item of the call take, since all partial results go through the L2 cache.
+_PARTIAL_TRAFFIC_KEYS = 1.5
+# What it counts in a line that a piece goes on in the next query tile, in keys.
+ITEM_KEYS = 350
+# The exponent p of (products^p + reading^p)^(1/p), the time of products that overlap reads from DRAM. An infinite p would mean
+# that the longer of the two hides the other wholly.
+_OVERLAP_EXPONENT = 3
+# Key tiles by which pieces may be longer where every query tile then has equally many of them.
+_HARDLY_LONGER = 2
+SHARES = 64  # in which a line counts a key tile
+# What a query tile of three consumers counts in a line, in 64ths, by the number of consumers that have rows. With two of them,
+# and between these head dims, weighing loses.
+_LAST_SHARES = {1: 42, 2: 50}
+_WEIGHED_HEADDIMS = ((1, 64), (97, 128))
+# Lines are weighed only where that saves this fraction of all tiles, where at least so many tiles for each worker let pieces be
+# few, and from so many keys on.
+_LEAST_SAVING = 0.03
+_LEAST_WEIGHED = 0.25
+_LEAST_WEIGHED_KEYS = 8192
+# The time for a key that is read from DRAM on behalf of all SMs, by the largest head dim, in 16-bit elements.
+_DRAM_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
+# Bytes of keys and values that stay in the L2 cache until other blocks read them.
+_CACHED_BYTES = 40 << 20
+
+
+def pieces_of(tiles: int, keys: int, workers: int, least: int) -> int:
+    """The number of pieces that `tiles` query tiles of `keys` key tiles each are cut into.
+
+    A result of no more than `tiles` says that cutting does not pay. The kernel computes the same for ragged batches
+    (kernels_cu/attn/schedule/stream_k.cuh).
+    """
+    pieces = min(tiles * keys // least, workers)
+    even = pieces // max(tiles, 1) * tiles
+    if even and -(-tiles * keys // even) <= -(-tiles * keys // pieces) + _HARDLY_LONGER:
+        return even
+    return pieces
+
+
+def of_pieces(
+    problem: Problem,
+    fields: Mapping[str, Any],
+    tiles: int,
+    workers: int,
+    least: int,
+    all_of_them: bool,
+) -> float:
+    """The time of query tiles that form a line, which is cut into pieces for all workers.
+
+    all_of_them: the call has no other tiles. Otherwise those are taken to have brought the same keys to the L2 cache.
+    """
+    tile_k: int = fields["tile_k"]
+    keys = query_tiles.most_key_tiles(problem, tile_k)
+    pieces = pieces_of(tiles, keys, workers, least)
+    if pieces <= tiles:
+        return math.inf
+    products = _pace(problem, fields) * -(-tiles * keys // pieces) * tile_k
+    from_dram = reading(problem, tiles, pieces) / workers if all_of_them else 0.0
+    return _overlapped(products, from_dram) + _beside_keys(problem, fields, tiles, pieces)
+
+
+def of_weighed(
+    problem: Problem,
+    fields: Mapping[str, Any],
+    tiles: int,
+    workers: int,
+    least: int,
+    all_of_them: bool,
+    length: float,
+) -> float:
+    """The same of a line that weighs last tiles. length: of the line, where another tile counts 1.
+
+    Last tiles come behind the others of all heads, so their keys are read from DRAM again, beside the products.
+    """
+    tile_k: int = fields["tile_k"]
+    keys = query_tiles.most_key_tiles(problem, tile_k)
+    if length * keys < least * workers:
+        return math.inf
+    products = _pace(problem, fields) * math.ceil(length * keys / workers) * tile_k
+    if all_of_them:
+        busy = _overlapped(products, reading(problem, tiles, workers) / workers)
+    else:
+        busy = max(products, reading(problem, 1, 1) / workers)
+    return busy + _beside_keys(problem, fields, tiles, workers)
+
+
+def _overlapped(products: float, reading: float) -> float:
+    """The time of products that overlap reads from DRAM."""
+    both = products**_OVERLAP_EXPONENT + reading**_OVERLAP_EXPONENT
+    return float(both ** (1 / _OVERLAP_EXPONENT))
+
+
+def _pace(problem: Problem, fields: Mapping[str, Any]) -> float:
+    """The time for one key of a query tile in a line."""
+    shape = fields["consumers"], fields["tile_k"]
+    pace = of_headdim(PACES, problem).get(shape, 1.0)
+    return pace * of_headdim(TIMES, problem)[fields["consumers"]]
+
+
+def _beside_keys(problem: Problem, fields: Mapping[str, Any], tiles: int, pieces: int) -> float:
+    """What a line takes beside its keys: to begin pieces and query tiles, and to merge."""
+    consumers: int = fields["consumers"]
+    begin = of_headdim(BEGIN_KEYS, problem)[consumers]
+    # A piece that begins in one query tile and ends in the next is two items.
+    uneven = pieces % tiles > 0
+    items = pieces + uneven * (tiles - 1)
+    merging = (
+        ITEM_MERGE_COST_KEYS * (pieces / tiles + 1) + _PARTIAL_TRAFFIC_KEYS * consumers * items
+    )
+    return begin * (1 + uneven) + _PIECE_COST_KEYS + merging
+
+
+def reading(problem: Problem, tiles: int, pieces: int) -> float:
+    """The time to read keys and values from DRAM, if one SM did it all. pieces: of all query tiles.
+
+    Tiles with the same keys read them from DRAM once, together. If their pieces begin at different keys, so far apart that the
+    keys between do not fit the L2 cache, each reads them for itself.
+    """
+    keys, streams = query_tiles.fewest_and_most_keys(problem)[1], problem.batch * problem.nheads_kv
+    together = tiles / streams
+    key_bytes = (problem.headdim + problem.headdim_v) * (1 if problem.float8 else 2)
+    # Pieces of a query tile begin `uneven` from a whole number of pieces, at `beginnings` different keys.
+    rest = pieces % tiles
+    uneven, beginnings = min(rest, tiles - rest) / tiles, tiles // math.gcd(pieces, tiles)
+    apart = min(1.0, uneven * (together - 1)) * keys
+    times = 1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, beginnings)
+    pace: float = of_headdim(_DRAM_TIMES, problem)
+    return keys * streams * times * pace / (2 if problem.float8 else 1)
+
+
+def last_share(
+    problem: Problem, consumers: int, tile_k: int, heads: int, workers: int, least: int
+) -> int:
+    """What the last query tile of each head counts in a line of split tiles, in 64ths of another tile (`SHARES`).
+
+    0 where it counts as much as others and comes among them: all of its consumers have rows, or weighing is not known to pay.
+
+    heads: those whose rows share a tile. workers: blocks that run at once. least: the fewest key tiles of a piece.
+    """
+    if consumers != 3 or problem.packed or problem.mask is not None or problem.float8:
+        return 0
+    if not problem.plain_scores or problem.window_left is not None:
+        return 0
+    wide = max(problem.headdim, problem.headdim_v)
+    if not any(low <= wide <= high for low, high in _WEIGHED_HEADDIMS):
+        return 0
+    if heads in (3, 6, 12):
+        return 0  # each consumer has all rows of some heads
+    tiles, rest = divmod(problem.max_seqlen_q, 64 * consumers // heads)
+    share = _LAST_SHARES.get(-(-rest * heads // 64), 0) if tiles else 0
+    pays = share and _weighing_pays(problem, tile_k, heads, tiles, share, workers, least)
+    return share if pays else 0
+
+
+def _weighing_pays(
+    problem: Problem, tile_k: int, heads: int, tiles: int, share: int, workers: int, least: int
+) -> bool:
+    """Whether a line is expected to end earlier if last tiles count `share`. tiles: of each head, but for the last one."""
+    lasts = problem.batch * problem.nheads_q // heads
+    longest = query_tiles.fewest_and_most_keys(problem)[1]
+    if longest < _LEAST_WEIGHED_KEYS or lasts * (tiles + 1) < _LEAST_WEIGHED * workers:
+        return False
+    if SHARES - share < _LEAST_SAVING * SHARES * (tiles + 1) or not query_tiles.alike(problem):
+        return False
+    fields = {"consumers": 3, "tile_k": tile_k}
+    whole = of_headdim(TIMES, problem)[3] * longest + of_headdim(BEGIN_KEYS, problem)[3]
+    rounds, longs = divmod(lasts * tiles, workers)
+    length = longs + lasts * share / SHARES
+    weighed = rounds * whole
+    weighed += of_weighed(problem, fields, longs + lasts, workers, least, rounds == 0, length)
+    rounds, behind = divmod(lasts * (tiles + 1), workers)
+    pieces = 0.0
+    if behind:
+        pieces = min(whole, of_pieces(problem, fields, behind, workers, least, rounds == 0))
+    return weighed < rounds * whole + pieces
