@@ -22,9 +22,11 @@ ITEM_MERGE_COST_KEYS = 50
 _PARTIAL_TRAFFIC_KEYS = 1.5
 # What it counts in a line that a piece goes on in the next query tile, in keys.
 ITEM_KEYS = 350
-# The exponent p of (products^p + reading^p)^(1/p), the time of products that overlap reads from DRAM. An infinite p would mean
-# that the longer of the two hides the other wholly.
-_OVERLAP_EXPONENT = 3
+# The exponent p of (products^p + reading^p)^(1/p), the time of products that overlap reads from DRAM, of pieces and of whole
+# tiles. An infinite p would mean that the longer of the two hides the other wholly.
+_PIECES_OVERLAP, _WHOLE_OVERLAP = 3, 2
+# The times of tiles with fewer keys were measured with their reads.
+_LEAST_OVERLAPPED_KEYS = 1024
 # Key tiles by which pieces may be longer where every query tile then has equally many of them.
 _HARDLY_LONGER = 2
 SHARES = 64  # in which a line counts a key tile
@@ -39,8 +41,10 @@ _LEAST_WEIGHED = 0.25
 _LEAST_WEIGHED_KEYS = 8192
 # The time for a key that is read from DRAM on behalf of all SMs, by the largest head dim, in 16-bit elements.
 _DRAM_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
-# Bytes of keys and values that stay in the L2 cache until other blocks read them.
-_CACHED_BYTES = 40 << 20
+# Bytes of keys and values that stay in the L2 cache until other blocks read them: half of it, since SMs of both halves of the
+# GPU read them.
+_CACHED_BYTES = 24 << 20
+_LINE_BYTES = 128  # of a line of the L2 cache
 
 
 def pieces_of(tiles: int, keys: int, workers: int, least: int) -> int:
@@ -75,7 +79,9 @@ def of_pieces(
         return math.inf
     products = _pace(problem, fields) * -(-tiles * keys // pieces) * tile_k
     from_dram = reading(problem, tiles, pieces) / workers if all_of_them else 0.0
-    return _overlapped(products, from_dram) + _beside_keys(problem, fields, tiles, pieces)
+    return _overlapped(products, from_dram, _PIECES_OVERLAP) + _beside_keys(
+        problem, fields, tiles, pieces
+    )
 
 
 def of_weighed(
@@ -97,16 +103,22 @@ def of_weighed(
         return math.inf
     products = _pace(problem, fields) * math.ceil(length * keys / workers) * tile_k
     if all_of_them:
-        busy = _overlapped(products, reading(problem, tiles, workers) / workers)
+        busy = _overlapped(products, reading(problem, tiles, workers) / workers, _PIECES_OVERLAP)
     else:
         busy = max(products, reading(problem, 1, 1) / workers)
     return busy + _beside_keys(problem, fields, tiles, workers)
 
 
-def _overlapped(products: float, reading: float) -> float:
+def of_whole(problem: Problem, products: float, from_dram: float, one_round: bool) -> float:
+    """The time of whole query tiles. from_dram: of reading their keys and values. one_round: no worker has two tiles."""
+    if query_tiles.fewest_and_most_keys(problem)[1] < _LEAST_OVERLAPPED_KEYS:
+        return max(products, from_dram) if one_round else products
+    return _overlapped(products, from_dram, _WHOLE_OVERLAP)
+
+
+def _overlapped(products: float, reading: float, exponent: int) -> float:
     """The time of products that overlap reads from DRAM."""
-    both = products**_OVERLAP_EXPONENT + reading**_OVERLAP_EXPONENT
-    return float(both ** (1 / _OVERLAP_EXPONENT))
+    return float((products**exponent + reading**exponent) ** (1 / exponent))
 
 
 def _pace(problem: Problem, fields: Mapping[str, Any]) -> float:
@@ -133,7 +145,7 @@ def reading(problem: Problem, tiles: int, pieces: int) -> float:
     """The time to read keys and values from DRAM, if one SM did it all. pieces: of all query tiles.
 
     Tiles with the same keys read them from DRAM once, together. If their pieces begin at different keys, so far apart that the
-    keys between do not fit the L2 cache, each reads them for itself.
+    keys between do not fit the L2 cache, each reads them for itself. The same holds for heads that share cache lines.
     """
     keys, streams = query_tiles.fewest_and_most_keys(problem)[1], problem.batch * problem.nheads_kv
     together = tiles / streams
@@ -143,8 +155,17 @@ def reading(problem: Problem, tiles: int, pieces: int) -> float:
     uneven, beginnings = min(rest, tiles - rest) / tiles, tiles // math.gcd(pieces, tiles)
     apart = min(1.0, uneven * (together - 1)) * keys
     times = 1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, beginnings)
+    if rest and _heads_share_lines(problem):
+        times *= 2
     pace: float = of_headdim(_DRAM_TIMES, problem)
     return keys * streams * times * pace / (2 if problem.float8 else 1)
+
+
+def _heads_share_lines(problem: Problem) -> bool:
+    """Whether keys or values of neighbouring heads lie in the same cache lines."""
+    itemsize = 1 if problem.float8 else 2
+    dims = problem.headdim, problem.headdim_v
+    return problem.nheads_kv > 1 and any(dim * itemsize % _LINE_BYTES for dim in dims)
 
 
 def last_share(

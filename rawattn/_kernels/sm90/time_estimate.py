@@ -133,34 +133,37 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
     problem, tiles, workers, every = work.problem, work.tiles, work.workers, work.number
     if every > _MOST_SIMULATED:
         return work.wait + work.time / workers + tiles[0][0] / 2
-    sharing = 0.0
-    idle = 0 < every <= workers and not query_tiles.splits_by_length(problem)
-    if idle and not least:
-        reading = (
-            sum(line_estimate.reading(part, every, every) for part in work.parts) / multiprocessors
-        )
-        return work.wait + max(tiles[0][0], reading)
-    if least and query_tiles.splits_by_length(problem):
+    if query_tiles.splits_by_length(problem):
         fair = work.time / workers
-        if fair < tiles[0][0]:
+        if least and fair < tiles[0][0]:
             pace = of_headdim(TIMES, problem)[fields["consumers"]]
             begin = of_headdim(BEGIN_KEYS, problem)[fields["consumers"]]
             return fair + begin + _MERGE_KEYS * pace
-    elif least:
+        return work.wait + _end(tiles, workers)
+    sharing = 0.0
+    all_split = False
+    if least:
         shape = fields["consumers"], fields["tile_k"], work.heads
         if share := line_estimate.last_share(problem, *shape, workers, least):
             lasts = problem.batch * problem.nheads_q // work.heads
             longs = (every - lasts) % workers
+            all_split = longs + lasts == every
             tiles = _without_last(tiles, longs + lasts)
             length = longs + lasts * share / line_estimate.SHARES
-            number, all_of_them = longs + lasts, longs + lasts == every
             sharing = line_estimate.of_weighed(
-                problem, fields, number, workers, least, all_of_them, length
+                problem, fields, longs + lasts, workers, least, all_split, length
             )
         elif rest := every % workers:
+            all_split = rest == every
             tiles = _without_last(tiles, rest)
-            sharing = line_estimate.of_pieces(problem, fields, rest, workers, least, idle)
-    return work.wait + _end(tiles, workers) + sharing
+            sharing = line_estimate.of_pieces(problem, fields, rest, workers, least, all_split)
+    if all_split or not every:
+        return work.wait + sharing
+    reading = sum(line_estimate.reading(part, every, every) for part in work.parts)
+    products = _end(tiles, workers) + sharing
+    return work.wait + line_estimate.of_whole(
+        problem, products, reading / multiprocessors, one_round=every <= workers
+    )
 
 
 def _without_last(tiles: Sequence[tuple[float, int]], behind: int) -> list[tuple[float, int]]:
