@@ -44,6 +44,8 @@ _DRAM_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
 # Bytes of keys and values that stay in the L2 cache until other blocks read them: half of it, since SMs of both halves of the
 # GPU read them.
 _CACHED_BYTES = 24 << 20
+# Of the keys that others have read before, further apart than that, the fraction that is read from DRAM again.
+_READ_AGAIN = 0.5
 _LINE_BYTES = 128  # of a line of the L2 cache
 
 
@@ -145,7 +147,7 @@ def reading(problem: Problem, tiles: int, pieces: int) -> float:
     """The time to read keys and values from DRAM, if one SM did it all. pieces: of all query tiles.
 
     Tiles with the same keys read them from DRAM once, together. If their pieces begin at different keys, so far apart that the
-    keys between do not fit the L2 cache, each reads them for itself. The same holds for heads that share cache lines.
+    keys between do not fit the L2 cache, others read many of them again. Heads that share cache lines then do so, too.
     """
     keys, streams = query_tiles.fewest_and_most_keys(problem)[1], problem.batch * problem.nheads_kv
     together = tiles / streams
@@ -154,7 +156,9 @@ def reading(problem: Problem, tiles: int, pieces: int) -> float:
     rest = pieces % tiles
     uneven, beginnings = min(rest, tiles - rest) / tiles, tiles // math.gcd(pieces, tiles)
     apart = min(1.0, uneven * (together - 1)) * keys
-    times = 1.0 if apart * streams * key_bytes <= _CACHED_BYTES else min(together, beginnings)
+    times = 1.0
+    if apart * streams * key_bytes > _CACHED_BYTES:
+        times += _READ_AGAIN * (min(together, beginnings) - 1)
     if rest and _heads_share_lines(problem):
         times *= 2
     pace: float = of_headdim(_DRAM_TIMES, problem)
