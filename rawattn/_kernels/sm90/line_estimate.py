@@ -22,11 +22,7 @@ ITEM_MERGE_COST_KEYS = 50
 _PARTIAL_TRAFFIC_KEYS = 1.5
 # What it counts in a line that a piece goes on in the next query tile, in keys.
 ITEM_KEYS = 350
-# The exponent p of (products^p + reading^p)^(1/p), the time of products that overlap reads from DRAM, of pieces and of whole
-# tiles. An infinite p would mean that the longer of the two hides the other wholly.
-_PIECES_OVERLAP, _WHOLE_OVERLAP = 3, 2
-# The times of tiles with fewer keys were measured with their reads.
-_LEAST_OVERLAPPED_KEYS = 1024
+_PIECES_OVERLAP = 3  # exponent of `overlapped`
 # Key tiles by which pieces may be longer where every query tile then has equally many of them.
 _HARDLY_LONGER = 2
 SHARES = 64  # in which a line counts a key tile
@@ -81,7 +77,7 @@ def of_pieces(
         return math.inf
     products = _pace(problem, fields) * -(-tiles * keys // pieces) * tile_k
     from_dram = reading(problem, tiles, pieces) / workers if all_of_them else 0.0
-    return _overlapped(products, from_dram, _PIECES_OVERLAP) + _beside_keys(
+    return overlapped(products, from_dram, _PIECES_OVERLAP) + _beside_keys(
         problem, fields, tiles, pieces
     )
 
@@ -105,21 +101,17 @@ def of_weighed(
         return math.inf
     products = _pace(problem, fields) * math.ceil(length * keys / workers) * tile_k
     if all_of_them:
-        busy = _overlapped(products, reading(problem, tiles, workers) / workers, _PIECES_OVERLAP)
+        busy = overlapped(products, reading(problem, tiles, workers) / workers, _PIECES_OVERLAP)
     else:
         busy = max(products, reading(problem, 1, 1) / workers)
     return busy + _beside_keys(problem, fields, tiles, workers)
 
 
-def of_whole(problem: Problem, products: float, from_dram: float, one_round: bool) -> float:
-    """The time of whole query tiles. from_dram: of reading their keys and values. one_round: no worker has two tiles."""
-    if query_tiles.fewest_and_most_keys(problem)[1] < _LEAST_OVERLAPPED_KEYS:
-        return max(products, from_dram) if one_round else products
-    return _overlapped(products, from_dram, _WHOLE_OVERLAP)
+def overlapped(products: float, reading: float, exponent: int) -> float:
+    """The time of products that overlap reads from DRAM.
 
-
-def _overlapped(products: float, reading: float, exponent: int) -> float:
-    """The time of products that overlap reads from DRAM."""
+    If the exponent were infinite, the longer of the two would hide the other wholly.
+    """
     return float((products**exponent + reading**exponent) ** (1 / exponent))
 
 

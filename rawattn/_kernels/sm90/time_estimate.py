@@ -36,6 +36,9 @@ _IDLE_CONSUMER_SAVING = 0.56
 # A block of a packed batch looks up the place of its first tile. If it has the SM to itself, nothing hides this much of that.
 # `_WINDOW_PACES` were measured with it.
 _LOOKUP_KEYS = 60
+# The exponent by which products of whole tiles overlap reads from DRAM, from so many keys on. The times of tiles with fewer
+# keys were measured with their reads.
+_WHOLE_OVERLAP, _LEAST_OVERLAPPED_KEYS = 2, 1024
 # Merging the items of unlike tiles makes a call longer by the time of this many keys.
 _MERGE_KEYS = 1024
 # With more tiles than this the schedule is not simulated, as the last round hardly matters.
@@ -159,11 +162,12 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
             sharing = line_estimate.of_pieces(problem, fields, rest, workers, least, all_split)
     if all_split or not every:
         return work.wait + sharing
-    reading = sum(line_estimate.reading(part, every, every) for part in work.parts)
     products = _end(tiles, workers) + sharing
-    return work.wait + line_estimate.of_whole(
-        problem, products, reading / multiprocessors, one_round=every <= workers
-    )
+    reading = sum(line_estimate.reading(part, every, every) for part in work.parts)
+    reading /= multiprocessors
+    if query_tiles.fewest_and_most_keys(problem)[1] >= _LEAST_OVERLAPPED_KEYS:
+        return work.wait + line_estimate.overlapped(products, reading, _WHOLE_OVERLAP)
+    return work.wait + (max(products, reading) if every <= workers else products)
 
 
 def _without_last(tiles: Sequence[tuple[float, int]], behind: int) -> list[tuple[float, int]]:
