@@ -1,0 +1,215 @@
+"""Time Hopper's forward with each of its tile shapes, on random shapes: how much longer does the chosen one take?
+
+    python bench/tile_choices.py --shapes 100 --seed 1 --keys pages --json shapes.json
+
+Each call that Hopper's forward takes is timed in CUDA graphs with the tiles that it chooses, and with those that are expected
+to take at most --within times as long as the quickest: whole, and split by keys (attn/schedule/stream_k.cuh).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.random_shapes import Inputs, Shape, call, make
+from rawattn._bench import graphs
+from rawattn._bench.timing import race
+from rawattn._call import outputs
+from rawattn._call.problem import Problem
+from rawattn._cli import arguments
+from rawattn._kernels.selection import using_tiles
+from rawattn._kernels.sm90 import forward, time_estimate
+from rawattn._kernels.sm90.forward_config import rows_of
+from rawattn._kernels.sm90.tile_heads import heads_per_tile
+from rawattn._kernels.target import Target
+from rawattn._runtime.devices import why_no_gpu
+
+KEYS = ("rows", "pages")
+_CHOSEN = "chosen"
+_HEADDIMS = (64, 64, 80, 96, 128, 128, 128, 192, 256)
+_LEAST_BYTES, _MOST_BYTES, _MOST_QUERY_BYTES = 2e6, 1.2e9, 2e8
+_MOST_OPERATIONS = 1e12
+
+
+class Tiles(NamedTuple):
+    """A row of the tile tables, and whether the keys of its last query tiles are split."""
+
+    fields: Mapping[str, Any]
+    split: bool
+
+    @property
+    def name(self) -> str:
+        rows, columns = rows_of(self.fields["consumers"]), self.fields["tile_k"]
+        return f"{rows} x {columns}{' split' if self.split else ''}"
+
+
+def draw(source: random.Random, keys: str) -> Shape:
+    """Draw a random shape of several rows; rows and seqlen_k are log-uniform."""
+    while True:
+        group = source.choice((1, 1, 2, 3, 4, 4, 5, 7, 8, 12))
+        nheads_kv = source.choice((1, 2, 4, 8, 8, 8, 16, 32))
+        shape = Shape(
+            keys,
+            batch=source.choice((1, 1, 2, 3, 4, 6, 8, 8, 12, 16, 24, 32, 64)),
+            rows=round(math.exp(source.uniform(math.log(4), math.log(2048)))),
+            seqlen_k=round(math.exp(source.uniform(math.log(500), math.log(40000)))),
+            nheads_q=group * nheads_kv,
+            nheads_kv=nheads_kv,
+            headdim=source.choice(_HEADDIMS),
+        )
+        queries = shape.batch * shape.rows * shape.nheads_q * shape.headdim
+        few = 2 * queries <= _MOST_QUERY_BYTES and 4 * queries * shape.seqlen_k <= _MOST_OPERATIONS
+        if few and shape.rows <= shape.seqlen_k and _LEAST_BYTES <= shape.nbytes <= _MOST_BYTES:
+            return shape
+
+
+def candidates(problem: Problem, target: Target, within: float) -> list[Tiles]:
+    """The tiles that are expected to take at most `within` times as long as the quickest. They have their SMs to themselves."""
+    wide = max(problem.headdim, problem.headdim_v)
+    tables = dict.fromkeys((forward._table(problem), "any", "long", "few"))
+    rows = [
+        row.fields
+        for table in tables
+        for row in (
+            forward._rows(table, wide) if table == "few" else forward._rows(table, wide)[:1]
+        )
+    ]
+    may_split = forward.may_split_keys(problem, forward.STREAM_K_LEAST_KEYS)
+    expected: dict[str, tuple[float, Tiles]] = {}
+    for fields in rows:
+        if forward._blocks(fields) > 1:
+            continue
+        heads = heads_per_tile(problem, rows_of(fields["consumers"]))
+        for split in (False, True) if may_split else (False,):
+            tiles = Tiles({**fields, "cluster": 1}, split)
+            least = forward.least_piece_tiles(problem, fields["tile_k"]) if split else 0
+            time = time_estimate.duration(
+                problem, target.multiprocessors, fields, heads, least=least
+            )
+            if math.isfinite(time):
+                expected.setdefault(tiles.name, (time, tiles))
+    quickest = min((time for time, _ in expected.values()), default=0.0)
+    return [tiles for time, tiles in expected.values() if time <= within * quickest]
+
+
+@contextmanager
+def forced(tiles: Tiles) -> Iterator[None]:
+    """Hopper's forward takes these tiles. The name of a table that no kernel has tells prepared calls apart."""
+    choice = dict(tiles.fields), tiles.split
+    with (
+        using_tiles(forward.TILES, f"forced {tiles.name}", ()),
+        mock.patch.object(forward, "_fields", return_value=choice),
+    ):
+        yield
+
+
+def chosen(inputs: Inputs) -> tuple[Problem, Target] | None:
+    """What Hopper's forward chooses tiles for in this call. None if it does not take the call."""
+    asked: list[tuple[Problem, Target]] = []
+    choose = forward._fields
+
+    def spy(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any], bool]:
+        asked.append((problem, target))
+        return choose(problem, target, wide)
+
+    with mock.patch.object(forward, "_fields", spy):
+        call(inputs, nullcontext)()
+    return asked[-1] if asked else None
+
+
+def measure(shape: Shape, within: float) -> dict[str, float]:
+    """The microseconds of a call by the name of its tiles; empty if Hopper's forward does not take the call."""
+    sets = [make(shape) for _ in range(graphs.sets(shape.nbytes))]
+    if (asked := chosen(sets[0])) is None:
+        return {}
+    scopes: dict[str, Callable[[], AbstractContextManager[Any]]] = {_CHOSEN: nullcontext}
+    for tiles in candidates(*asked, within):
+        scopes[tiles.name] = functools.partial(forced, tiles)
+    entrants = {
+        name: graphs.entrant(graphs.of_cupy, [call(x, scope) for x in sets], shape.nbytes)
+        for name, scope in scopes.items()
+    }
+    return {
+        name: 1e6 * timing.seconds
+        for name, timing in race(entrants, repeats=5).items()
+        if not isinstance(timing, Exception)
+    }
+
+
+def summary(results: Sequence[tuple[Shape, Mapping[str, float]]]) -> list[str]:
+    """How much longer the chosen tiles take than the quickest, and the twenty worst shapes."""
+    over = [(times[_CHOSEN] / min(times.values()), shape, times) for shape, times in results]
+    if not over:
+        return ["Hopper's forward takes none of these calls"]
+    mean = statistics.geometric_mean(ratio for ratio, _, _ in over)
+    slower = sum(ratio > 1.05 for ratio, _, _ in over)
+    lines = [f"over the quickest tiles: {mean:.3f} in the mean of {len(over)}, {slower} above 1.05"]
+    over.sort(key=lambda each: -each[0])
+    for ratio, shape, times in over[:20]:
+        shown = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
+        lines.append(f"  {ratio:.2f} {tuple(shape)}: {shown} us")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python bench/tile_choices.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--shapes", type=arguments.count, metavar="N", default=100, help="how many (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
+    parser.add_argument("--keys", choices=KEYS, default="rows", help="(%(default)s)")
+    parser.add_argument(
+        "--within",
+        type=arguments.number,
+        metavar="X",
+        default=1.3,
+        help="of the quickest expected time (%(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="a file for the times of each shape"
+    )
+    given = parser.parse_args(argv)
+    if not given.within >= 1:
+        parser.error(f"--within: got {given.within}, expected a number, at least 1")
+    try:
+        if given.json:
+            outputs.check("--json", given.json)
+        if (why := why_no_gpu()) is not None:
+            raise RuntimeError(f"GPU kernels are timed, and there is no usable GPU: {why}")
+    except (OSError, RuntimeError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    source = random.Random(given.seed)
+    results: list[tuple[Shape, dict[str, float]]] = []
+    while len(results) < given.shapes:
+        shape = draw(source, given.keys)
+        if not (times := measure(shape, given.within)):
+            continue
+        results.append((shape, times))
+        print(f"[{len(results)}/{given.shapes}] {tuple(shape)}", file=sys.stderr)
+    if given.json:
+        rows = [{**shape._asdict(), **times} for shape, times in results]
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    print("\n".join(summary(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
