@@ -9,34 +9,24 @@ are causal, and cuDNN gets no causal mask here.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import math
 import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import rawattn
-from rawattn._bench import graph_peers, graphs, machine
+from bench.shapes import Shape, Times, between, call, command_line, make, run
+from rawattn._bench import graph_peers, graphs
 from rawattn._bench.grids import CUDNN
-from rawattn._bench.timing import Call, Entrant, race
-from rawattn._call import outputs
-from rawattn._cli import arguments
+from rawattn._bench.timing import Entrant, race
 from rawattn._kernels.selection import only
-from rawattn._runtime.devices import why_no_gpu
 
 KEYS = ("rows", "bias", "mask", "pages")
-_DTYPE, _ITEMSIZE = "bfloat16", 2
-_PAGE_SIZE = 16
 _HEADDIMS = (64, 64, 80, 96, 128, 128, 192, 256)
 _LEAST_BYTES, _MOST_BYTES = 2e5, 3e8
 _MOST_ROWS = 64  # bound on rows x GQA group
@@ -47,26 +37,6 @@ _SIDES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-class Shape(NamedTuple):
-    """One call.
-
-    keys: an entry of KEYS: the keys lie in pages, or in rows, and with rows there may be a bias or a mask.
-    """
-
-    keys: str
-    batch: int
-    rows: int
-    seqlen_k: int
-    nheads_q: int
-    nheads_kv: int
-    headdim: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of keys and values."""
-        return 2 * _ITEMSIZE * self.batch * self.seqlen_k * self.nheads_kv * self.headdim
-
-
 def draw(source: random.Random, keys: str) -> Shape:
     """Draw a random shape; batch and seqlen_k are log-uniform."""
     while True:
@@ -74,9 +44,9 @@ def draw(source: random.Random, keys: str) -> Shape:
         nheads_kv = source.choice((1, 2, 4, 8, 8, 16, 32))
         shape = Shape(
             keys,
-            batch=_between(source, 1, 200),
+            batch=between(source, 1, 200),
             rows=source.choice((1, 1, 1, 2, 3, 4, 8, 16)),
-            seqlen_k=_between(source, 100, 16384),
+            seqlen_k=between(source, 100, 16384),
             nheads_q=group * nheads_kv,
             nheads_kv=nheads_kv,
             headdim=source.choice(_HEADDIMS),
@@ -84,53 +54,6 @@ def draw(source: random.Random, keys: str) -> Shape:
         few = shape.rows * group <= _MOST_ROWS and shape.nheads_q <= 128
         if few and _LEAST_BYTES <= shape.nbytes <= _MOST_BYTES:
             return shape
-
-
-def _between(source: random.Random, least: int, most: int) -> int:
-    return round(math.exp(source.uniform(math.log(least), math.log(most))))
-
-
-class Inputs(NamedTuple):
-    """CuPy arrays and options of one call.
-
-    arrays: those of `attention` or `paged_attention`; the block table follows keys and values.
-    """
-
-    arrays: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-def make(shape: Shape) -> Inputs:
-    """Make random inputs. Pages are scattered over the pool; a mask hides the last eighth of the last sequence's keys."""
-    import cupy
-
-    batch, keys, heads = shape.batch, shape.seqlen_k, (shape.nheads_kv, shape.headdim)
-    q = machine.random_array((batch, shape.rows, shape.nheads_q, shape.headdim), _DTYPE)
-    options: dict[str, Any] = {"causal": shape.rows > 1}
-    if shape.keys == "pages":
-        pages = -(-keys // _PAGE_SIZE)
-        k, v = (machine.random_array((batch * pages, _PAGE_SIZE, *heads), _DTYPE) for _ in "kv")
-        ids = np.random.default_rng(0).permutation(batch * pages).astype(np.int32)
-        options["seqlen_k"] = cupy.full(batch, keys, np.int32)
-        return Inputs((q, k, v, cupy.asarray(ids.reshape(batch, pages))), options)
-    k, v = (machine.random_array((batch, keys, *heads), _DTYPE) for _ in "kv")
-    if shape.keys == "bias":
-        options["bias"] = machine.random_array((batch, shape.nheads_q, shape.rows, keys), _DTYPE)
-    if shape.keys == "mask":
-        seen = np.linspace(keys, keys - keys // 8, batch)
-        options["mask"] = cupy.asarray(np.arange(keys) < seen[:, None, None, None])
-    return Inputs((q, k, v), options)
-
-
-def call(inputs: Inputs, scope: Callable[[], AbstractContextManager[Any]]) -> Call:
-    """Return a function that calls the library within this scope."""
-    verb = rawattn.paged_attention if len(inputs.arrays) > 3 else rawattn.attention
-
-    def made() -> Any:
-        with scope():
-            return verb(*inputs.arrays, **inputs.options)
-
-    return made
 
 
 def measure(shape: Shape) -> dict[str, float]:
@@ -156,7 +79,7 @@ def measure(shape: Shape) -> dict[str, float]:
     }
 
 
-def summary(results: Sequence[tuple[Shape, dict[str, float]]]) -> list[str]:
+def summary(results: Sequence[tuple[Shape, Times]]) -> list[str]:
     """Compare the chosen kernel with the fastest one and with cuDNN; list the ten worst shapes of each comparison."""
     lines = []
     for title, others in (("the quicker kernel", ("decode", "forward")), (CUDNN, (CUDNN,))):
@@ -178,40 +101,8 @@ def summary(results: Sequence[tuple[Shape, dict[str, float]]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python bench/random_shapes.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--shapes", type=arguments.count, metavar="N", default=200, help="how many (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
-    parser.add_argument("--keys", choices=KEYS, default="rows", help="(%(default)s)")
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="a file for the times of each shape"
-    )
-    given = parser.parse_args(argv)
-    try:
-        if given.json:
-            outputs.check("--json", given.json)
-        if (why := why_no_gpu()) is not None:
-            raise RuntimeError(f"GPU kernels are timed, and there is no usable GPU: {why}")
-    except (OSError, RuntimeError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    source = random.Random(given.seed)
-    results = []
-    for n in range(given.shapes):
-        shape = draw(source, given.keys)
-        results.append((shape, measure(shape)))
-        print(f"[{n + 1}/{given.shapes}] {tuple(shape)}", file=sys.stderr)
-    if given.json:
-        rows = [{**shape._asdict(), **times} for shape, times in results]
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
-    print("\n".join(summary(results)))
-    return 0
+    parser = command_line("python bench/random_shapes.py", __doc__, KEYS, shapes=200)
+    return run(parser.prog, parser.parse_args(argv), draw, measure, summary)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ to take at most --within times as long as the quickest: whole, and split by keys
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
 import random
 import statistics
@@ -23,10 +21,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.random_shapes import Inputs, Shape, call, make
+from bench.shapes import Inputs, Shape, Times, between, call, command_line, make, run
 from rawattn._bench import graphs
 from rawattn._bench.timing import race
-from rawattn._call import outputs
 from rawattn._call.problem import Problem
 from rawattn._cli import arguments
 from rawattn._kernels.selection import using_tiles
@@ -34,7 +31,6 @@ from rawattn._kernels.sm90 import forward, time_estimate
 from rawattn._kernels.sm90.forward_config import rows_of
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
-from rawattn._runtime.devices import why_no_gpu
 
 KEYS = ("rows", "pages")
 _CHOSEN = "chosen"
@@ -63,8 +59,8 @@ def draw(source: random.Random, keys: str) -> Shape:
         shape = Shape(
             keys,
             batch=source.choice((1, 1, 2, 3, 4, 6, 8, 8, 12, 16, 24, 32, 64)),
-            rows=round(math.exp(source.uniform(math.log(4), math.log(2048)))),
-            seqlen_k=round(math.exp(source.uniform(math.log(500), math.log(40000)))),
+            rows=between(source, 4, 2048),
+            seqlen_k=between(source, 500, 40000),
             nheads_q=group * nheads_kv,
             nheads_kv=nheads_kv,
             headdim=source.choice(_HEADDIMS),
@@ -148,7 +144,7 @@ def measure(shape: Shape, within: float) -> dict[str, float]:
     }
 
 
-def summary(results: Sequence[tuple[Shape, Mapping[str, float]]]) -> list[str]:
+def summary(results: Sequence[tuple[Shape, Times]]) -> list[str]:
     """How much longer the chosen tiles take than the quickest, and the twenty worst shapes."""
     over = [(times[_CHOSEN] / min(times.values()), shape, times) for shape, times in results]
     if not over:
@@ -164,16 +160,7 @@ def summary(results: Sequence[tuple[Shape, Mapping[str, float]]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python bench/tile_choices.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--shapes", type=arguments.count, metavar="N", default=100, help="how many (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
-    parser.add_argument("--keys", choices=KEYS, default="rows", help="(%(default)s)")
+    parser = command_line("python bench/tile_choices.py", __doc__, KEYS, shapes=100)
     parser.add_argument(
         "--within",
         type=arguments.number,
@@ -181,34 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=1.3,
         help="of the quickest expected time (%(default)s)",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="a file for the times of each shape"
-    )
     given = parser.parse_args(argv)
     if not given.within >= 1:
         parser.error(f"--within: got {given.within}, expected a number, at least 1")
-    try:
-        if given.json:
-            outputs.check("--json", given.json)
-        if (why := why_no_gpu()) is not None:
-            raise RuntimeError(f"GPU kernels are timed, and there is no usable GPU: {why}")
-    except (OSError, RuntimeError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    source = random.Random(given.seed)
-    results: list[tuple[Shape, dict[str, float]]] = []
-    while len(results) < given.shapes:
-        shape = draw(source, given.keys)
-        if not (times := measure(shape, given.within)):
-            continue
-        results.append((shape, times))
-        print(f"[{len(results)}/{given.shapes}] {tuple(shape)}", file=sys.stderr)
-    if given.json:
-        rows = [{**shape._asdict(), **times} for shape, times in results]
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
-    print("\n".join(summary(results)))
-    return 0
+    return run(parser.prog, given, draw, lambda shape: measure(shape, given.within), summary)
 
 
 if __name__ == "__main__":

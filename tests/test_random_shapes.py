@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from bench import random_shapes
-from bench.random_shapes import Shape
+from bench import random_shapes, shapes
+from bench.shapes import Shape
 from rawattn._bench.grids import CUDNN
 
 
 @pytest.mark.parametrize("keys", random_shapes.KEYS)
 def test_what_is_drawn(keys: str) -> None:
     """Shapes are within the limits, have short and long lengths alike, and are the same for the same seed."""
-    shapes, again = (
+    drawn, again = (
         [random_shapes.draw(source, keys) for _ in range(200)]
         for source in (random.Random(3), random.Random(3))
     )
-    assert shapes == again
-    assert all(2e5 <= shape.nbytes <= 3e8 for shape in shapes)
-    assert all(shape.rows * shape.nheads_q // shape.nheads_kv <= 64 for shape in shapes)
-    assert sum(shape.seqlen_k < 1000 for shape in shapes) > 50
-    assert sum(shape.seqlen_k > 4000 for shape in shapes) > 20
+    assert drawn == again
+    assert all(2e5 <= shape.nbytes <= 3e8 for shape in drawn)
+    assert all(shape.rows * shape.nheads_q // shape.nheads_kv <= 64 for shape in drawn)
+    assert sum(shape.seqlen_k < 1000 for shape in drawn) > 50
+    assert sum(shape.seqlen_k > 4000 for shape in drawn) > 20
 
 
 def test_what_is_said() -> None:
@@ -49,24 +49,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--shapes: got 0, expected a whole number" in capsys.readouterr().err
 
 
-def test_what_is_refused_before_anything_is_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(random_shapes, "measure", lambda shape: pytest.fail("the work began"))
-    assert random_shapes.main(["--json", str(tmp_path)]) == 1
-    assert "--json" in (said := capsys.readouterr().err) and "is a directory" in said
-    monkeypatch.setattr(random_shapes, "why_no_gpu", lambda: "no NVIDIA driver")
-    assert random_shapes.main([]) == 1
-    said = capsys.readouterr().err
-    assert said.endswith("there is no usable GPU: no NVIDIA driver\n") and said.count("\n") == 1
-
-
 def test_times_are_written_where_there_is_no_folder_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = {"chosen": 2.0, "decode": 2.0, "forward": 1.0}
     monkeypatch.setattr(random_shapes, "measure", lambda shape: times)
-    monkeypatch.setattr(random_shapes, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(shapes, "why_no_gpu", lambda: None)
     path = tmp_path / "new" / "shapes.json"
     assert random_shapes.main(["--shapes", "3", "--json", str(path)]) == 0
     shown = capsys.readouterr()
