@@ -102,7 +102,8 @@ def summary(results: Sequence[tuple[Shape, Times]]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("python bench/random_shapes.py", __doc__, KEYS, shapes=200)
-    return run(parser.prog, parser.parse_args(argv), draw, measure, summary)
+    given = parser.parse_args(argv)
+    return run(parser.prog, given, lambda source: draw(source, given.keys), measure, summary)
 
 
 if __name__ == "__main__":

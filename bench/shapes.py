@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -94,12 +94,14 @@ def call(inputs: Inputs, scope: Callable[[], AbstractContextManager[Any]]) -> Ca
 
 
 Times = Mapping[str, float]  # microseconds of a call by entrant
+_Drawn = TypeVar("_Drawn", bound=NamedTuple)
 
 
 def command_line(
     prog: str, description: str | None, keys: Sequence[str], shapes: int
 ) -> argparse.ArgumentParser:
-    """The options that the scripts share. keys: the values of `--keys`, the first one if it is left out. shapes: by default."""
+    """The options that the scripts share. keys: the values of `--keys`, the first one if it is left out; () for no such option.
+    shapes: by default."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,7 +109,8 @@ def command_line(
         "--shapes", type=arguments.count, metavar="N", default=shapes, help="how many (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")
-    parser.add_argument("--keys", choices=keys, default=keys[0], help="(%(default)s)")
+    if keys:
+        parser.add_argument("--keys", choices=keys, default=keys[0], help="(%(default)s)")
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="a file for the times of each shape"
     )
@@ -117,9 +120,9 @@ def command_line(
 def run(
     prog: str,
     given: argparse.Namespace,
-    draw: Callable[[random.Random, str], Shape],
-    measure: Callable[[Shape], Times],
-    summary: Callable[[Sequence[tuple[Shape, Times]]], Sequence[str]],
+    draw: Callable[[random.Random], _Drawn],
+    measure: Callable[[_Drawn], Times],
+    summary: Callable[[Sequence[tuple[_Drawn, Times]]], Sequence[str]],
 ) -> int:
     """Draw shapes, measure them, and print the summary of those that have times. Return the exit status."""
     try:
@@ -133,7 +136,7 @@ def run(
     source = random.Random(given.seed)
     results = []
     for n in range(given.shapes):
-        shape = draw(source, given.keys)
+        shape = draw(source)
         if times := measure(shape):
             results.append((shape, times))
         print(f"[{n + 1}/{given.shapes}] {tuple(shape)}", file=sys.stderr)

@@ -171,7 +171,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if not given.within >= 1:
         parser.error(f"--within: got {given.within}, expected a number, at least 1")
-    return run(parser.prog, given, draw, lambda shape: measure(shape, given.within), summary)
+    return run(
+        parser.prog,
+        given,
+        lambda source: draw(source, given.keys),
+        lambda shape: measure(shape, given.within),
+        summary,
+    )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def pretended(seconds, value=1.0):
     return Entrant(lambda: [np.full(4, value, np.float32)], clock=seconds)
 
 
-def pretended_race(ready):
+def pretended_race(ready, repeats=1):
     """Stand in for a race: an entrant's result is its clock, which holds its seconds or the exception it raises."""
     clocks = {name: entrant.clock for name, entrant in ready.items()}
     return {n: c if isinstance(c, Exception) else Timing((c,)) for n, c in clocks.items()}

@@ -42,7 +42,7 @@ def test_ours_is_the_attention_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> 
         machine, "random_array", lambda shape, dtype: rng.standard_normal(shape, np.float32)
     )
     monkeypatch.setattr(graphs, "sets", lambda nbytes: 2)
-    sides = models._sides(Model("MLA", 2, 5, 7, 4, 2, 24, 16, causal=True), "float32")
+    sides = models.sides(Model("MLA", 2, 5, 7, 4, 2, 24, 16, causal=True), "float32")
     assert len(sides.ours) == len(sides.rows) == 2
     assert sides.causal is True
     assert sides.rows[0][0] is not sides.rows[1][0]
@@ -67,7 +67,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Entrant | Exception]:
             raise made
         return made
 
-    monkeypatch.setattr(models, "_sides", lambda case, dtype: Sides((), (), causal=True))
+    monkeypatch.setattr(models, "sides", lambda case, dtype: Sides((), (), causal=True))
     monkeypatch.setattr(graph_peers, "_entrant", entrant)
     monkeypatch.setattr(graph_peers, "race", pretended_race)
     return found
@@ -103,7 +103,7 @@ def test_the_median_is_of_shapes_that_have_a_ratio(
             raise MemoryError("full")
         return Sides((), (), causal=True)
 
-    monkeypatch.setattr(models, "_sides", sides)
+    monkeypatch.setattr(models, "sides", sides)
     line, median = first_line()
     assert (line.value, line.verdict, line.of) == (None, "not available", "MemoryError: full")
     assert median.of == "24 of 29 shapes"

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from bench import random_shapes, shapes, tile_choices
+from bench import random_models, random_shapes, shapes, tile_choices
 
 
-@pytest.mark.parametrize("script", [random_shapes, tile_choices])
+@pytest.mark.parametrize("script", [random_models, random_shapes, tile_choices])
 def test_what_is_refused_before_anything_is_timed(
     script: ModuleType,
     tmp_path: Path,

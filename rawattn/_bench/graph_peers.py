@@ -11,9 +11,9 @@ from rawattn._bench.grids import CUDNN, FA2, FA4
 from rawattn._bench.paged_peers import Pages
 from rawattn._bench.peers import first_of, flash4_splits, tensors
 from rawattn._bench.report import Figure
-from rawattn._bench.timing import Call, Entrant, race
+from rawattn._bench.timing import REPEATS, Call, Entrant, race
 
-_OURS = "rawattn"
+OURS = "rawattn"
 
 
 class Sides(NamedTuple):
@@ -43,17 +43,28 @@ def over_fastest(
         sides = prepare()
     except Exception as error:  # the other figures are still shown
         return ratio(line, None, None, most, measure.describe(error))
+    times, reasons = seconds(sides, nbytes, peers)
+    shown = [f"{side} {1e6 * time:.1f} us" for side, time in times.items()]
+    ours = times.pop(OURS, None)
+    best = min(times.values(), default=None)
+    return ratio(line, ours, best, most, ", ".join([*shown, *reasons]))
+
+
+def seconds(
+    sides: Sides, nbytes: int, peers: Iterable[str], repeats: int = REPEATS
+) -> tuple[dict[str, float], list[str]]:
+    """The time of each side by its name, ours by `OURS`, and the reasons why other sides have none.
+
+    nbytes: the bytes that one call reads and writes. A peer whose result differs from ours is not timed.
+    """
     ready, reasons = _ready(sides, nbytes, peers)
     times: dict[str, float] = {}
-    for side, timing in race(ready).items():
+    for side, timing in race(ready, repeats=repeats).items():
         if isinstance(timing, Exception):
             reasons.append(f"{side}: {measure.describe(timing)}")
         else:
             times[side] = timing.seconds
-    shown = [f"{side} {1e6 * seconds:.1f} us" for side, seconds in times.items()]
-    ours = times.pop(_OURS, None)
-    best = min(times.values(), default=None)
-    return ratio(line, ours, best, most, ", ".join([*shown, *reasons]))
+    return times, reasons
 
 
 def ratio(name: str, top: float | None, bottom: float | None, most: float, of: str = "") -> Figure:
@@ -68,7 +79,7 @@ def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, E
     reasons: list[str] = []
     first: tuple[str, Sequence[Any]] | None = None
     measured = {*_PEERS, *paged_peers.PEERS} if sides.pages else {*_PEERS}
-    for side in (_OURS, *(name for name in peers if name in measured)):
+    for side in (OURS, *(name for name in peers if name in measured)):
         try:
             entrant = _entrant(side, sides, nbytes)
             results = entrant.call()
@@ -85,7 +96,7 @@ def _ready(sides: Sides, nbytes: int, peers: Iterable[str]) -> tuple[dict[str, E
 
 
 def _entrant(side: str, sides: Sides, nbytes: int) -> Entrant:
-    if side == _OURS:
+    if side == OURS:
         return graphs.entrant(graphs.of_cupy, sides.ours, nbytes)
     if side in paged_peers.PEERS:
         calls = [paged_peers.PEERS[side](pages) for pages in sides.pages]

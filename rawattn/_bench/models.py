@@ -30,11 +30,12 @@ def figures(dtype: str, peers: Sequence[str], step: Callable[[str], None]) -> li
 
 
 def _line(case: Model, dtype: str, peers: Sequence[str]) -> Figure:
-    prepare = functools.partial(_sides, case, dtype)
+    prepare = functools.partial(sides, case, dtype)
     return graph_peers.over_fastest(case.name, case.nbytes, prepare, peers, _MOST)
 
 
-def _sides(case: Model, dtype: str) -> Sides:
+def sides(case: Model, dtype: str) -> Sides:
+    """The call of a shape on random inputs, for us and for peers."""
     rows = []
     for _ in range(graphs.sets(case.nbytes)):
         q, k, v = (machine.random_array(shape, dtype) for shape in case.shapes)
