@@ -72,9 +72,9 @@ def draw(source: random.Random, keys: str) -> Shape:
 
 
 def candidates(problem: Problem, target: Target, within: float) -> list[Tiles]:
-    """The tiles that are expected to take at most `within` times as long as the quickest. They have their SMs to themselves."""
-    wide = max(problem.headdim, problem.headdim_v)
-    tables = dict.fromkeys((forward._table(problem), "any", "long", "few"))
+    """The tiles that are expected to take at most `within` times as long as the quickest."""
+    wide, table = max(problem.headdim, problem.headdim_v), forward._table(problem)
+    tables = dict.fromkeys((table, "any", "long", "few"))
     rows = [
         row.fields
         for table in tables
@@ -83,16 +83,17 @@ def candidates(problem: Problem, target: Target, within: float) -> list[Tiles]:
         )
     ]
     may_split = forward.may_split_keys(problem, forward.STREAM_K_LEAST_KEYS)
+    most = forward._most_blocks(problem) if forward._may_share_sm(problem, table, wide) else 1
     expected: dict[str, tuple[float, Tiles]] = {}
     for fields in rows:
-        if forward._blocks(fields) > 1:
+        if (blocks := forward._blocks(fields)) > most:
             continue
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
-        for split in (False, True) if may_split else (False,):
+        for split in (False, True) if may_split and blocks == 1 else (False,):
             tiles = Tiles({**fields, "cluster": 1}, split)
             least = forward.least_piece_tiles(problem, fields["tile_k"]) if split else 0
             time = time_estimate.duration(
-                problem, target.multiprocessors, fields, heads, least=least
+                problem, target.multiprocessors, fields, heads, blocks, least
             )
             if math.isfinite(time):
                 expected.setdefault(tiles.name, (time, tiles))

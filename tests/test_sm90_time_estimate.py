@@ -16,6 +16,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import line_estimate, packed_lengths, time_estimate
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
+from rawattn._kernels.sm90.tile_times import BEGIN_KEYS
 from tests.problems import CALL_OF_MANY, H200
 
 
@@ -61,7 +62,7 @@ def test_lengths_of_a_packed_batch() -> None:
     assert of_k[0] == 10_000 and of_k == sorted(of_k, reverse=True) and of_k[1] > 96 > of_k[-1] > 0
 
     def duration(problem: Problem) -> float:
-        return time_estimate.duration(problem, 1, fields, 1)
+        return time_estimate.duration(problem, 1, fields, 1) - time_estimate.CALL_KEYS
 
     # One SM takes about as long for each of them. Reads overlap products of the other as well.
     one = replace(batch, batch=1, rows_q=64, rows_k=10_000)
@@ -127,12 +128,45 @@ def test_a_longer_call_takes_longer() -> None:
     fields = {"consumers": 2, "tile_k": 128}
     q, k = (np.broadcast_to(np.zeros((), np.float16), (1, n, 2, 128)) for n in (256, 768))
     problem, _ = describe(q, k, k)
-    alone = time_estimate.duration(problem, 132, fields, 1)
-    assert alone == time_estimate.duration(problem, 4, fields, 1) == 768 + 240
-    assert time_estimate.duration(problem, 2, fields, 1) == 2 * alone
-    assert time_estimate.duration(problem, 3, fields, 1) == 2 * alone
+
+    def tiles(problem: Problem, multiprocessors: int) -> float:
+        return time_estimate.duration(problem, multiprocessors, fields, 1) - time_estimate.CALL_KEYS
+
+    alone = tiles(problem, 132)
+    assert alone == tiles(problem, 4) == 768 + BEGIN_KEYS[128][2]
+    assert tiles(problem, 2) == 2 * alone
+    assert tiles(problem, 3) == 2 * alone
     causal, _ = describe(q, k, k, causal=True)
-    assert alone < time_estimate.duration(causal, 2, fields, 1) <= 2 * alone
+    assert alone < tiles(causal, 2) <= 2 * alone
+
+
+def test_blocks_that_share_an_sm_in_the_last_round() -> None:
+    """A last round of few tiles is shorter than others: fewer blocks share each SM."""
+    fields = {"consumers": 1, "tile_k": 64}
+
+    def tiles(heads: int) -> float:
+        q = np.broadcast_to(np.zeros((), np.float16), (1, 64, heads, 128))
+        found = time_estimate.duration(describe(q, q, q)[0], 10, fields, 1, blocks=2)
+        return found - time_estimate.CALL_KEYS
+
+    assert 1.5 * tiles(20) < tiles(22) < 1.9 * tiles(20)
+    assert tiles(40) == pytest.approx(2 * tiles(20))
+    assert tiles(10) < tiles(11) == tiles(20), "an SM with two blocks decides"
+
+
+@pytest.mark.parametrize(("headdim", "slower"), [(40, True), (48, False), (104, True)])
+def test_heads_that_begin_inside_a_sector(headdim: int, slower: bool) -> None:
+    """Blocks of few rows that share an SM wait for their keys there. Blocks of more rows load them less often."""
+
+    def duration(headdim: int, consumers: int, blocks: int) -> float:
+        q = np.broadcast_to(np.zeros((), np.float16), (16, 1331, 10, headdim))
+        k = np.broadcast_to(np.zeros((), np.float16), (16, 571, 10, headdim))
+        fields = {"consumers": consumers, "tile_k": 64}
+        return time_estimate.duration(describe(q, k, k)[0], 132, fields, 1, blocks=blocks)
+
+    beside = -(-headdim // 16) * 16
+    assert (duration(headdim, 1, 3) > 1.3 * duration(beside, 1, 3)) == slower
+    assert duration(headdim, 3, 1) == duration(beside, 3, 1)
 
 
 def few_rows(*shape: int) -> Problem:
@@ -148,12 +182,14 @@ def test_products_beside_reads() -> None:
     fields = {"consumers": 2, "tile_k": 128}
 
     def duration(keys: int, nheads_kv: int) -> float:
-        return time_estimate.duration(few_rows(8, 128, keys, 16, nheads_kv, 128), 132, fields, 1)
+        problem = few_rows(8, 128, keys, 16, nheads_kv, 128)
+        return time_estimate.duration(problem, 132, fields, 1) - time_estimate.CALL_KEYS
 
-    products, read = 4096 + 240, 1.45 * 4096 * 8 * 16 / 132
+    begin = BEGIN_KEYS[128][2]
+    products, read = 4096 + begin, 1.67 * 4096 * 8 * 16 / 132
     assert max(products, read) < duration(4096, 16) < products + read
     assert duration(4096, 1) == pytest.approx(products, rel=0.01)
-    assert duration(768, 1) == duration(768, 8) == 768 + 240
+    assert duration(768, 1) == duration(768, 8) == 768 + begin
 
 
 @pytest.mark.parametrize(
@@ -162,9 +198,10 @@ def test_products_beside_reads() -> None:
         # Tiles of more rows that are split took 0.82 to 0.87 of the time of whole ones.
         ((8, 32, 4096, 40, 8, 128), 3, True),
         ((8, 24, 5000, 56, 8, 128), 3, True),
-        # Pieces of heads that share cache lines begin at different keys: 1.5 times as long.
-        ((8, 27, 28558, 8, 8, 80), 2, False),
-        ((12, 10, 12915, 32, 8, 96), 2, False),
+        # Pieces of heads that share cache lines took 1.3 times as long where they begin at different keys as where they do not.
+        ((8, 9, 37033, 32, 8, 96), 1, True),
+        # They cannot begin at the same keys where tiles are more than half as many as SMs.
+        ((12, 10, 12915, 32, 8, 96), 1, False),
         # So do pieces of two tiles of a head: 1.26 times as long.
         ((6, 238, 3219, 8, 8, 128), 2, False),
     ],
@@ -185,5 +222,5 @@ def test_tiles_of_packed_batches() -> None:
 
     usual = consumers(*[4000] * 8)
     assert consumers(3000) < usual
-    assert consumers(300, 300, 300, 300, nheads=16) == usual
+    assert consumers(1300, 1300, 1300, 1300, nheads=16) == usual
     assert consumers(1517, 191, nheads=20, causal=False) == 2 < usual

@@ -49,8 +49,9 @@ def test_which_tiles_are_timed() -> None:
         fields, split = forward._fields(call, H200, shape.headdim)
         assert tile_choices.Tiles(fields, split).name in names[1]
     assert "192 x 64 split" in [t.name for t in tile_choices.candidates(problem(few), H200, 1)]
-    short = problem(Shape("rows", 64, 200, 300, 8, 8, 64))
-    assert all(not t.split for t in tile_choices.candidates(short, H200, 100))
+    short = tile_choices.candidates(problem(Shape("rows", 64, 200, 300, 8, 8, 64)), H200, 100)
+    assert all(not tiles.split for tiles in short)
+    assert any(forward._blocks(tiles.fields) > 1 for tiles in short)
 
 
 def test_tiles_are_forced() -> None:

@@ -57,7 +57,7 @@ ALIGN_SEQLEN = 1024
 # Short sequences get the estimate whatever the number of tiles: those of up to _SHORT_SEQLEN query rows, or with a bias or
 # ALiBi of up to _SHORT_SCORED_SEQLEN where blocks may share an SM. Where they may not, _ONE_CONSUMER_SEQLEN rows and fewer do
 # not count as short: one consumer of 64 rows that has an SM to itself is slower than the usual, larger tile.
-_ROUNDS_ENOUGH_SCORED, _ROUNDS_ENOUGH_PLAIN = 2, 8
+_ROUNDS_ENOUGH_SCORED, _ROUNDS_ENOUGH_PLAIN = 2, 12
 _SHORT_SEQLEN, _SHORT_SCORED_SEQLEN, _ONE_CONSUMER_SEQLEN = 512, 640, 64
 # The most query rows of a sequence under a mask whose blocks may share an SM.
 _SHORT_MASKED_SEQLEN = 400
@@ -66,9 +66,10 @@ _ONE_BLOCK_LEAST_KEYS = 1024
 # The largest head dim at which there are registers for a mask of keys beside a left window.
 _KEY_MASK_WINDOW_MAX_HEADDIM = 192
 # Another row replaces the usual one if it is expected to take less than this fraction of the usual one's time.
-_WORTH_CHANGING = 0.96
-# Rows with two consumers replace the usual one with three up to this factor of its time (`_fits_rows_better`).
-_ABOUT_AS_LONG = 1.04
+_WORTH_CHANGING = 0.98
+# Rows with two consumers replace the usual one with three up to this factor of its time, in fewer rounds than these
+# (`_fits_rows_better`).
+_ABOUT_AS_LONG, _FIT_ROUNDS = 1.04, 8
 _MANY_KEYS = 2048
 # A line that weighs last tiles replaces those rows if it is expected to take less than this fraction of their time.
 _WEIGHED_WORTH_CHANGING = 0.97
@@ -304,7 +305,7 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         return usual, pays
     others: list[Mapping[str, Any]] = []
     if not bound:
-        most = (_MOST_RAGGED_BLOCKS if problem.ragged else _MOST_BLOCKS) if shares_sm else 1
+        most = _most_blocks(problem) if shares_sm else 1
         others = [
             row.fields
             for row in _rows("few", wide)
@@ -329,7 +330,8 @@ def _fields(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any]
         longest_time = _ABOUT_AS_LONG * durations[0]
         about_as_long = usual
         enough = durations[0]  # for a line that weighs last tiles
-        for fields in others if tiles < limit * target.multiprocessors else ():
+        few = tiles < min(limit, _FIT_ROUNDS) * target.multiprocessors
+        for fields in others if few else ():
             fits = _fits_rows_better(problem, usual, fields)
             if fits and (time := duration(fields, False, longest_time)) <= longest_time:
                 about_as_long = dict(fields)
@@ -397,6 +399,11 @@ def _may_share_sm(problem: Problem, table: str, wide: int) -> bool:
         alone = sum(option is not None for option in options) == 1
         return problem.plain_scores or (alone and (problem.softcap is None or wide <= 96))
     return table in ("any", "long") and problem.plain_scores
+
+
+def _most_blocks(problem: Problem) -> int:
+    """The most blocks that share an SM where they may (`_may_share_sm`)."""
+    return _MOST_RAGGED_BLOCKS if problem.ragged else _MOST_BLOCKS
 
 
 def _blocks(fields: Mapping[str, Any]) -> int:

@@ -11,18 +11,18 @@ from typing import Any
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import query_tiles
-from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, of_headdim
+from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, load, of_headdim
 
 # Where tiles are split by keys, in keys:
 # what a piece takes beside its own keys and its beginning;
-_PIECE_COST_KEYS = 150
+_PIECE_COST_KEYS = 260
 # what each item of a query tile takes to be merged, one after the other;
 ITEM_MERGE_COST_KEYS = 50
 # what 64 rows of each item of the call take, since all partial results go through the L2 cache.
-_PARTIAL_TRAFFIC_KEYS = 1.5
+_PARTIAL_TRAFFIC_KEYS = 0.6
 # What it counts in a line that a piece goes on in the next query tile, in keys.
 ITEM_KEYS = 350
-_PIECES_OVERLAP = 3  # exponent of `overlapped`
+_PIECES_OVERLAP = 4.5  # exponent of `overlapped`
 # Key tiles by which pieces may be longer where every query tile then has equally many of them.
 _HARDLY_LONGER = 2
 SHARES = 64  # in which a line counts a key tile
@@ -36,7 +36,7 @@ _LEAST_SAVING = 0.03
 _LEAST_WEIGHED = 0.25
 _LEAST_WEIGHED_KEYS = 8192
 # The time for a key that is read from DRAM on behalf of all SMs, by the largest head dim, in 16-bit elements.
-_DRAM_TIMES = {64: 0.85, 96: 1.2, 128: 1.45, 256: 1.65}
+_DRAM_TIMES = {64: 0.87, 96: 1.17, 128: 1.67, 256: 1.76}
 # Bytes of keys and values that stay in the L2 cache until other blocks read them: half of it, since SMs of both halves of the
 # GPU read them.
 _CACHED_BYTES = 24 << 20
@@ -58,6 +58,31 @@ def pieces_of(tiles: int, keys: int, workers: int, least: int) -> int:
     return pieces
 
 
+def best_pieces(
+    problem: Problem,
+    fields: Mapping[str, Any],
+    tiles: int,
+    workers: int,
+    least: int,
+    all_of_them: bool,
+) -> int:
+    """The number of pieces that a line of query tiles is cut into. all_of_them: see `of_pieces`.
+
+    Where heads share cache lines, pieces that begin together may end sooner than as many as there are workers. Ragged batches
+    are cut on the GPU, which does not weigh that.
+    """
+    keys = query_tiles.most_key_tiles(problem, fields["tile_k"])
+    pieces = pieces_of(tiles, keys, workers, least)
+    together = pieces // max(tiles, 1) * tiles
+    if problem.ragged or not _heads_share_lines(problem) or together <= tiles:
+        return pieces
+
+    def time(number: int) -> float:
+        return _of_number(problem, fields, tiles, workers, number, all_of_them)
+
+    return min(pieces, together, key=time)
+
+
 def of_pieces(
     problem: Problem,
     fields: Mapping[str, Any],
@@ -70,11 +95,23 @@ def of_pieces(
 
     all_of_them: the call has no other tiles. Otherwise those are taken to have brought the same keys to the L2 cache.
     """
-    tile_k: int = fields["tile_k"]
-    keys = query_tiles.most_key_tiles(problem, tile_k)
-    pieces = pieces_of(tiles, keys, workers, least)
+    pieces = best_pieces(problem, fields, tiles, workers, least, all_of_them)
     if pieces <= tiles:
         return math.inf
+    return _of_number(problem, fields, tiles, workers, pieces, all_of_them)
+
+
+def _of_number(
+    problem: Problem,
+    fields: Mapping[str, Any],
+    tiles: int,
+    workers: int,
+    pieces: int,
+    all_of_them: bool,
+) -> float:
+    """`of_pieces` of so many pieces."""
+    tile_k: int = fields["tile_k"]
+    keys = query_tiles.most_key_tiles(problem, tile_k)
     products = _pace(problem, fields) * -(-tiles * keys // pieces) * tile_k
     from_dram = reading(problem, tiles, pieces) / workers if all_of_them else 0.0
     return overlapped(products, from_dram, _PIECES_OVERLAP) + _beside_keys(
@@ -107,7 +144,7 @@ def of_weighed(
     return busy + _beside_keys(problem, fields, tiles, workers)
 
 
-def overlapped(products: float, reading: float, exponent: int) -> float:
+def overlapped(products: float, reading: float, exponent: float) -> float:
     """The time of products that overlap reads from DRAM.
 
     If the exponent were infinite, the longer of the two would hide the other wholly.
@@ -119,7 +156,7 @@ def _pace(problem: Problem, fields: Mapping[str, Any]) -> float:
     """The time for one key of a query tile in a line."""
     shape = fields["consumers"], fields["tile_k"]
     pace = of_headdim(PACES, problem).get(shape, 1.0)
-    return pace * of_headdim(TIMES, problem)[fields["consumers"]]
+    return max(pace * of_headdim(TIMES, problem)[fields["consumers"]], load(problem))
 
 
 def _beside_keys(problem: Problem, fields: Mapping[str, Any], tiles: int, pieces: int) -> float:
@@ -139,7 +176,8 @@ def reading(problem: Problem, tiles: int, pieces: int) -> float:
     """The time to read keys and values from DRAM, if one SM did it all. pieces: of all query tiles.
 
     Tiles with the same keys read them from DRAM once, together. If their pieces begin at different keys, so far apart that the
-    keys between do not fit the L2 cache, others read many of them again. Heads that share cache lines then do so, too.
+    keys between do not fit the L2 cache, others read many of them again. Heads that share cache lines then do so, too, where
+    the keys of all heads do not fit.
     """
     keys, streams = query_tiles.fewest_and_most_keys(problem)[1], problem.batch * problem.nheads_kv
     together = tiles / streams
@@ -151,7 +189,7 @@ def reading(problem: Problem, tiles: int, pieces: int) -> float:
     times = 1.0
     if apart * streams * key_bytes > _CACHED_BYTES:
         times += _READ_AGAIN * (min(together, beginnings) - 1)
-    if rest and _heads_share_lines(problem):
+    if rest and _heads_share_lines(problem) and keys * streams * key_bytes > 2 * _CACHED_BYTES:
         times *= 2
     pace: float = of_headdim(_DRAM_TIMES, problem)
     return keys * streams * times * pace / (2 if problem.float8 else 1)

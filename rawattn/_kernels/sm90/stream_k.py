@@ -79,9 +79,12 @@ def split(
             return None
         tiles, pieces = heads * rows, -(-heads * sum(lengths[:rows]) // piece)
     else:
-        tiles = -(-problem.rows_q // config.schedule_rows) * heads % clusters
+        every = -(-problem.rows_q // config.schedule_rows) * heads
+        tiles = every % clusters
         keys = query_tiles.most_key_tiles(problem, config.tile_k)
-        pieces = line_estimate.pieces_of(tiles, keys, clusters, least)
+        fields = {"consumers": config.consumers, "tile_k": config.tile_k}
+        alone = tiles == every
+        pieces = line_estimate.best_pieces(problem, fields, tiles, clusters, least, alone)
         gain = (pieces - tiles) * keys  # in key tiles, of all pieces
         if tiles == 0 or pieces <= tiles or gain < least_gain * pieces:
             return None

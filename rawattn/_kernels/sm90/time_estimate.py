@@ -15,30 +15,38 @@ from typing import Any, NamedTuple
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import line_estimate, query_tiles
 from rawattn._kernels.sm90.packed_lengths import possible_lengths
-from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, of_headdim
+from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, load, of_headdim
 
-# The same for a block that has the few registers of blocks that share an SM, but has the SM to itself.
+# Those for a block that has the few registers of blocks that share an SM, but has the SM to itself. Fewer blocks than may share
+# it lie between.
 _ALONE_ON_SM_PACES: dict[int, dict[tuple[int, int], float]] = {
-    64: {(1, 48): 1.45, (1, 64): 1.25, (2, 48): 1.45},
-    96: {(2, 32): 1.65},
+    64: {(1, 48): 1.42, (1, 64): 1.2, (2, 48): 1.33},
+    96: {(2, 32): 1.45},
+    128: {(1, 64): 1.19, (1, 80): 1.19},
     256: {},
 }
-# Those under a left window, in place of `_PACES`.
+# Those under a left window, in place of `PACES`.
 _WINDOW_PACES: dict[int, dict[tuple[int, int], float]] = {
-    64: {(1, 48): 0.94},
-    96: {(2, 32): 0.8},
-    256: {},
+    64: {
+        **{(1, 48): 0.93, (1, 128): 1.07, (2, 48): 0.97},
+        **{(2, 128): 1.07, (3, 128): 0.98, (4, 64): 0.93},
+    },
+    96: {(1, 128): 1.05, (2, 32): 0.82, (4, 48): 0.74},
+    128: {(1, 64): 0.98, (1, 128): 0.98, (2, 128): 0.95, (3, 64): 0.95, (3, 80): 0.96},
+    256: {(2, 48): 1.03, (2, 64): 0.96},
 }
-# Masking keys beyond the diagonal takes a tile as long as this many more keys.
-_MASKED_KEYS = 16
+# Masking keys beyond the diagonal takes a tile as long as this fraction of another key tile.
+_MASKED_TILES = 0.25
 # Consumers without rows save this fraction of the time that the tile would save if it did not have them.
-_IDLE_CONSUMER_SAVING = 0.56
+_IDLE_CONSUMER_SAVING = 0.63
 # A block of a packed batch looks up the place of its first tile. If it has the SM to itself, nothing hides this much of that.
 # `_WINDOW_PACES` were measured with it.
 _LOOKUP_KEYS = 60
 # The exponent by which products of whole tiles overlap reads from DRAM, from so many keys on. The times of tiles with fewer
 # keys were measured with their reads.
-_WHOLE_OVERLAP, _LEAST_OVERLAPPED_KEYS = 2, 1024
+_WHOLE_OVERLAP, _LEAST_OVERLAPPED_KEYS = 3.0, 1024
+# What a call takes beside its tiles.
+CALL_KEYS = 400
 # Merging the items of unlike tiles makes a call longer by the time of this many keys.
 _MERGE_KEYS = 1024
 # With more tiles than this the schedule is not simulated, as the last round hardly matters.
@@ -74,9 +82,9 @@ def duration(
     def mean(times: Sequence[float]) -> float:
         return math.prod(times) ** (1 / len(times))
 
-    if not least and (shortest := mean([work.shortest for work in works])) > enough:
+    if not least and (shortest := CALL_KEYS + mean([work.shortest for work in works])) > enough:
         return shortest
-    return mean([_duration(work, multiprocessors, fields, least) for work in works])
+    return CALL_KEYS + mean([_duration(work, multiprocessors, fields, least) for work in works])
 
 
 class _Work(NamedTuple):
@@ -109,19 +117,30 @@ class _Work(NamedTuple):
         rows = 64 * fields["consumers"]
         every = sum(query_tiles.count(part, rows, heads) for part in parts)
         most, blocks = blocks, max(1, min(blocks, -(-every // multiprocessors)))
-        alone_on_sm = blocks == 1 < most
+        workers = multiprocessors * blocks
+
+        def longest_first(at_once: int) -> list[tuple[float, int]]:
+            counts: Counter[float] = Counter()
+            for part in parts:
+                for time, alike in _tiles(part, fields, heads, at_once, most):
+                    counts[time] += alike
+            return sorted(counts.items(), reverse=True)
+
+        tiles = longest_first(blocks)
+        number = sum(count for _, count in tiles)
+        # Fewer blocks share an SM in the last round.
+        last = number % workers
+        if 0 < (at_last := -(-last // multiprocessors)) < blocks:
+            shortest = _first(longest_first(at_last)[::-1], last)
+            tiles = [*_first(tiles, number - last), *shortest[::-1]]
         packed = problem.packed and problem.pages is None and problem.window_left is None
-        counts: Counter[float] = Counter()
-        for part in parts:
-            for time, alike in _tiles(part, fields, heads, blocks, alone_on_sm):
-                counts[time] += alike
         return cls(
             problem,
             parts,
-            tiles=sorted(counts.items(), reverse=True),
-            workers=multiprocessors * blocks,
-            number=counts.total(),
-            time=sum(time * alike for time, alike in counts.items()),
+            tiles=tiles,
+            workers=workers,
+            number=number,
+            time=sum(time * count for time, count in tiles),
             wait=_LOOKUP_KEYS if packed and blocks == 1 else 0,
             heads=heads,
         )
@@ -151,14 +170,14 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
             lasts = problem.batch * problem.nheads_q // work.heads
             longs = (every - lasts) % workers
             all_split = longs + lasts == every
-            tiles = _without_last(tiles, longs + lasts)
+            tiles = _first(tiles, every - longs - lasts)
             length = longs + lasts * share / line_estimate.SHARES
             sharing = line_estimate.of_weighed(
                 problem, fields, longs + lasts, workers, least, all_split, length
             )
         elif rest := every % workers:
             all_split = rest == every
-            tiles = _without_last(tiles, rest)
+            tiles = _first(tiles, every - rest)
             sharing = line_estimate.of_pieces(problem, fields, rest, workers, least, all_split)
     if all_split or not every:
         return work.wait + sharing
@@ -170,9 +189,8 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
     return work.wait + (max(products, reading) if every <= workers else products)
 
 
-def _without_last(tiles: Sequence[tuple[float, int]], behind: int) -> list[tuple[float, int]]:
-    """All but the last of these tiles. behind: how many to leave out."""
-    left = sum(count for _, count in tiles) - behind
+def _first(tiles: Sequence[tuple[float, int]], left: int) -> list[tuple[float, int]]:
+    """The first of these tiles. left: how many."""
     kept = []
     for time, count in tiles:
         kept.append((time, min(count, left)))
@@ -201,23 +219,25 @@ def _tiles(
     fields: Mapping[str, Any],
     heads: int,
     blocks: int,
-    alone_on_sm: bool,
+    most: int,
 ) -> list[tuple[float, int]]:
-    """Pairs of a tile's time and how many tiles take it. alone_on_sm: see `_ALONE_ON_SM_PACES`."""
+    """Pairs of a tile's time and how many tiles take it. blocks: that share an SM. most: that may, by their registers."""
     consumers, tile_k = fields["consumers"], fields["tile_k"]
     paces = PACES if problem.window_left is None else _WINDOW_PACES
-    paces = _ALONE_ON_SM_PACES if alone_on_sm else paces
     pace = of_headdim(paces, problem).get((consumers, tile_k), 1.0)
+    if blocks < most:
+        alone = of_headdim(_ALONE_ON_SM_PACES, problem).get((consumers, tile_k), 1.0)
+        pace += (alone - pace) * (most - blocks) / (most - 1)
     times, begin = of_headdim(TIMES, problem), of_headdim(BEGIN_KEYS, problem)
 
-    def time_of(consumers: int, keys: int) -> float:
+    def time_of(consumers: int, keys: float) -> float:
         together = min(consumers * blocks, max(times))
-        return times[together] * keys + begin[together]
+        return max(pace * times[together], blocks * load(problem)) * keys + pace * begin[together]
 
     rows = 64 * consumers // heads
     tiles = -(-problem.max_seqlen_q // rows)
     copies = query_tiles.count(problem, 64 * consumers, heads) / max(tiles, 1)
-    masked = 0 if problem.window_right is None else _MASKED_KEYS
+    masked = 0.0 if problem.window_right is None else _MASKED_TILES * tile_k
     # Where all queries see all keys, all tiles but the last are alike.
     alike = problem.window_left is None and problem.window_right is None and tiles > 1
     found = []
@@ -230,5 +250,5 @@ def _tiles(
         keys = tile_k * query_tiles.key_tiles_of(problem, first, behind, tile_k) + masked
         time, alone = time_of(consumers, keys), time_of(busy, keys)
         saved = _IDLE_CONSUMER_SAVING * (time - alone)
-        found.append((pace * (time - saved), alike_ones * max(1, round(copies))))
+        found.append((time - saved, alike_ones * max(1, round(copies))))
     return found
