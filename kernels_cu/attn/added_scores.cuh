@@ -18,12 +18,14 @@ DEVICE T half_of(unsigned pair, bool odd) {
 // What bias, ALiBi and a line add to the scores of a tile of kRowBlocks x kKeyBlocks blocks whose rows are queries. It
 // is loaded while Q K^T runs. The multiply-add that scales a product takes it as its addend. kRamp: what grows from the
 // tile's first key on is already in the products (sm90/forward_ramp.cuh).
-template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp = false>
+//
+// kApart: elements that are loaded one by one have a register each. To put two of 16 bits into one waits for both.
+template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp = false, bool kApart = false>
 struct AddedScores {
   // Whether one access loads two adjacent keys of a row.
   static constexpr bool kPairs = config::kBiasPairs && C::kRun % 2 == 0;
   // Whether one register holds two adjacent keys, of 16 bits each.
-  static constexpr bool kHalves = sizeof(BiasElement) == 2 && C::kRun % 2 == 0;
+  static constexpr bool kHalves = sizeof(BiasElement) == 2 && C::kRun % 2 == 0 && (kPairs || !kApart);
   static constexpr int kBlocks = config::kBias > 0 ? kRowBlocks * kKeyBlocks : 1;
   struct alignas(2 * sizeof(BiasElement)) Pair {
     BiasElement x[2];
@@ -187,18 +189,15 @@ struct AddedScores {
       return target::to_float(block[e]);
     }
   }
+  // Copies both elements as one word: to put them together would wait for the load.
   template <class Block>
-  DEVICE static void put_pair(Block& block, int e, const BiasElement& even, const BiasElement& odd) {
+  DEVICE static void put_pair(Block& block, int e, const Pair& pair) {
     if constexpr (kHalves) {
-      block[e / 2] = pair_of(even, odd);
+      block[e / 2] = reinterpret_cast<const unsigned&>(pair);
     } else {
-      block[e] = even;
-      block[e + 1] = odd;
+      block[e] = pair.x[0];
+      block[e + 1] = pair.x[1];
     }
-  }
-  template <class T>
-  DEVICE static unsigned pair_of(const T& even, const T& odd) {
-    return static_cast<unsigned>(even.bits) | static_cast<unsigned>(odd.bits) << 16;
   }
 
   template <class Rules>
@@ -221,10 +220,9 @@ struct AddedScores {
             const int e = C::element(slot, r);
             if constexpr (kPairs) {
               const int j = first_key + n * 16 + C::column(lane, e);
-              const Pair pair = *reinterpret_cast<const Pair*>(row + (j < b.keys ? j : b.keys - 2));
-              put_pair(block, e, pair.x[0], pair.x[1]);
+              put_pair(block, e, *reinterpret_cast<const Pair*>(row + (j < b.keys ? j : b.keys - 2)));
             } else if constexpr (C::kRun % 2 == 0) {
-              put_pair(block, e, one(e), one(e + 1));
+              put_pair(block, e, {one(e), one(e + 1)});
             } else {
               block[e] = one(e);
             }

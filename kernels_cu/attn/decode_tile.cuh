@@ -40,7 +40,7 @@ using CopyQ = RowCopy<Element, kTileRows, kHeadDim, kDepthQk, kPitchQ, kThreads,
 using Visible = VisibleKeys<kLeft, kRight, kTopLeft, kPositions>;
 using RowsMask = TileMask<kBlockMask, C, kTileRows, kTileK, kHeads>;
 using Rules = RowRules<C, kRowBlocks, kHeads>;
-using Added = AddedScores<C, kRowBlocks, kKeyBlocks>;
+using Added = AddedScores<C, kRowBlocks, kKeyBlocks, false, kRowBlocks * kKeyBlocks <= 2>;
 using Softmax = OnlineSoftmax<C, kRowBlocks>;
 using BlockLine =
     Line<kRagged, kPaged, kPlainIntegers, Visible, kTileQ, kTileK, kHeads, kFewerHeadsLast, kWaves, kThreads>;

@@ -124,13 +124,12 @@ DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visib
 
 // All steps for key tile number n of `keys`, in their order: softcap and score function, `finish`, steep lines, and the
 // mask of visible keys. finish(x, m, n, e, added): what an element becomes where its key is seen; x is the product, or
-// what transform_scores() made of it. A hidden element becomes Finish::masked(), and its bias 0. rules, visit: see
-// transform_scores().
-template <class C, int kRowBlocks, int kKeyBlocks, bool kRamp, class Rules, class Finish, class Keys,
+// what transform_scores() made of it. A hidden element becomes Finish::masked(), and its bias 0. added: AddedScores.
+// rules, visit: see transform_scores().
+template <class C, int kRowBlocks, int kKeyBlocks, class Rules, class Added, class Finish, class Keys,
           class Visit = NoCallback>
-DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules,
-                          AddedScores<C, kRowBlocks, kKeyBlocks, kRamp>& added, const Finish& finish, const Keys& keys,
-                          int n, int first_row, int lane, const Visit& visit = Visit{}) {
+DEVICE void finish_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules, Added& added, const Finish& finish,
+                          const Keys& keys, int n, int first_row, int lane, const Visit& visit = Visit{}) {
   if constexpr (ScoreRule::kTransforms) transform_scores(s, rules, first_row, keys.first_key(n), lane, visit);
   UNROLL for (int m = 0; m < kRowBlocks; m++) {
     UNROLL for (int b = 0; b < kKeyBlocks; b++) {
