@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +29,12 @@ from tests.problems import CALL_OF_MANY, H200
         (5, 2048, 64, (32, 8), "float16", "sm90"),  # 20 rows share keys
         (1, 1023, 64, (32, 8), "float16", "sm90"),
         (2, 128, 16, (32, 8), "float16", "decode"),  # few streams of keys, and few rows
+        # One query of many heads: its forward is the faster kernel on short keys of many streams.
+        (1, 96, 132, (16, 2), "float16", "decode"),
+        (1, 511, 133, (16, 2), "float16", "sm90"),
+        (1, 512, 133, (16, 2), "float16", "decode"),
+        (1, 1023, 133, (18, 2), "float16", "sm90"),
+        (1, 1024, 133, (18, 2), "float16", "decode"),
         (3, 511, 16, (32, 8), "float16", "sm90"),
         (8, 1023, 1, (32, 8), "float16", "sm90"),
         (3, 2047, 1, (64, 8), "float16", "sm90"),
@@ -120,8 +127,9 @@ def test_few_rows_under_a_mask_of_keys(keys: int, family: str) -> None:
     [
         (1, 100, 64, (32, 8), 128, "decode"),
         (4, 2000, 128, (32, 8), 256, "decode"),
-        (5, 2000, 16, (32, 8), 128, "decode"),
-        (5, 2000, 17, (32, 8), 128, "sm90"),
+        (5, 2000, 16, (32, 8), 128, "sm90"),
+        (5, 2000, 16, (32, 8), 64, "decode"),
+        (5, 2000, 17, (32, 8), 64, "sm90"),
         (8, 9000, 2, (32, 8), 128, "sm90"),
     ],
 )
@@ -130,17 +138,60 @@ def test_few_rows_whose_scores_change(
     rows: int, keys: int, batch: int, heads: tuple[int, int], headdim: int, family: str, name: str
 ) -> None:
     """More calls are decoded if options change scores: that costs the forward more, since its tiles have more rows."""
+    assert family_where_scores_change(name, rows, keys, batch, heads, headdim) == family
+
+
+@pytest.mark.parametrize(
+    ("name", "headdim", "rows", "heads", "batch", "least"),
+    [
+        ("bias", 128, 4, (32, 4), 25, 600),
+        ("bias", 64, 4, (32, 4), 50, 752),
+        ("bias", 192, 2, (48, 4), 25, 600),
+        ("float32 bias", 128, 4, (32, 4), 25, 150),
+        ("alibi_slopes", 128, 4, (32, 4), 25, 1200),
+        ("alibi_slopes", 64, 4, (32, 4), 50, 1250),
+    ],
+)
+def test_rows_of_many_heads_whose_scores_change_by_head(
+    name: str, headdim: int, rows: int, heads: tuple[int, int], batch: int, least: int
+) -> None:
+    """Each head takes 16 rows of the forward's tile. Decoding has several heads' rows there, if there are keys enough."""
+    below, enough = (
+        family_where_scores_change(name, rows, keys, batch, heads, headdim)
+        for keys in (least - 8, least)
+    )
+    assert (below, enough) == ("sm90", "decode")
+
+
+def test_rows_that_fill_tiles_of_the_forward_where_scores_change() -> None:
+    family = functools.partial(family_where_scores_change, keys=4096, batch=50, headdim=128)
+    assert family("bias", rows=4, heads=(16, 2)) == "decode"
+    assert family("bias", rows=8, heads=(16, 2)) == "sm90"
+    assert family("softcap", rows=4, heads=(16, 2)) == "sm90"
+    # Twelve heads fill 192 rows. Where TMA cannot copy the bias, decoding is faster still.
+    assert family("bias", rows=4, heads=(24, 2)) == "sm90"
+    assert family("bias", rows=4, heads=(24, 2), keys=4097) == "decode"
+    assert family("bias", rows=2, heads=(24, 2), headdim=192) == "decode"
+    assert family("bias", rows=4, heads=(16, 2), headdim=192) == "sm90"
+    assert family("bias", rows=2, heads=(32, 2), headdim=256) == "sm90"
+
+
+def family_where_scores_change(
+    name: str, rows: int, keys: int, batch: int, heads: tuple[int, int], headdim: int
+) -> str:
+    """The family of kernels that a call with this option takes; a bias is of each head."""
     shapes = (batch, rows, heads[0], headdim), (batch, keys, heads[1], headdim)
     q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
     problem, _ = describe(q, k, k, causal=True)
-    shape = batch, 1, rows, keys
-    options = {
+    shape = batch, heads[0], rows, keys
+    options: dict[str, Any] = {
         "bias": ArrayForm("float16", shape, shape),
+        "float32 bias": ArrayForm("float32", shape, shape),
         "alibi_slopes": ArrayForm("float32", (1, heads[0]), (1, heads[0])),
         "softcap": 30.0,
     }
-    problem = replace(problem, **{name: options[name]})
-    assert registry.choose("attention", problem, H200, Operands()).name == family
+    problem = replace(problem, **{name.removeprefix("float32 "): options[name]})
+    return registry.choose("attention", problem, H200, Operands()).name
 
 
 def family_of(

@@ -6,6 +6,7 @@ and a kv head. All limits were measured; the notes have the figures.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rawattn._call.problem import Problem
@@ -37,8 +38,10 @@ _LEAST_KEYS_MANY_STREAMS = (
     (256, 16, 1024),
 )
 # Then for up to TILE_ROWS rows that are one query of at least _MANY_HEADS heads: up to head dim WIDE_TILE_HEADDIM; beyond it.
-# Such heads are one row each in a tile of decoding, and 16 rows each in a tile of the forward.
+# Such heads are one row each in a tile of decoding, and 16 rows each in a tile of the forward. Where there are more streams:
+# for up to TILE_ROWS / 2 such rows; for more.
 _MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
+_LEAST_HEADS_MANY_STREAMS, _LEAST_MANY_HEADS_MANY_STREAMS = 512, 1024
 # One query with more rows than one tile: decoding is the faster kernel up to this many streams for each SM. With so few, the
 # forward takes longer to find and begin its tiles than decoding takes to compute in small tiles (_NARROW_STREAMS, up to head
 # dim _FEW_COLUMNS) or to read keys once more for each tile (_FEW_STREAMS, beyond that head dim and two tiles' rows).
@@ -49,9 +52,19 @@ _LEAST_MASKED = 192
 # find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. Calls
 # without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.
 _WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048, 8192, 64, 96
+# More rows than one tile whose bias, slopes or score text differ by head, so that each head takes at least 16 rows of the
+# forward's tiles. Decoding is the faster kernel where that makes many rows of few, on enough keys of all streams together.
+# Columns: (least rows of the forward for each row of decoding's tiles, enough keys up to head dim _FEW_COLUMNS, beyond it).
+# First for a bias that the forward copies by TMA, as its rows are aligned; for any other bias; without one.
+_ENOUGH_KEYS_ALIGNED_BIAS = 4, 150_000, 60_000
+_ENOUGH_KEYS_BIAS = 3, 15_000, 15_000
+_ENOUGH_KEYS_BY_HEAD = 4, 250_000, 120_000
+# The first column beyond head dim WIDE_TILE_HEADDIM, where decoding reads keys once more for each tile of 16 rows. Beyond
+# _PADDED_MAX_HEADDIM the forward is the faster kernel.
+_WIDE_PADDING, _PADDED_MAX_HEADDIM = 6, 192
 # Rows of a tile of the forward. Where heads are not interleaved each head takes at least 16 of them, so with few queries the
 # tile is nearly empty.
-_FORWARD_ROWS = 128
+_FORWARD_ROWS = 128, 192
 
 
 def are_few(problem: Problem, target: Target) -> bool:
@@ -74,6 +87,11 @@ def are_few(problem: Problem, target: Target) -> bool:
     narrow = dim <= _FEW_COLUMNS
     decode_favoured = narrow or forward_has_more_work
     streams, all_busy = problem.batch * problem.nheads_kv, target.multiprocessors
+    if _changes_scores(problem) and not listed:
+        if streams * keys >= _enough_keys(problem, tiles):
+            return True
+        if not narrow:
+            return False
     if problem.max_seqlen_q == 1:  # of many heads
         few = _FEW_STREAMS if rows > 2 * TILE_ROWS else 0.0
         if streams <= (_NARROW_STREAMS if narrow else few) * all_busy:
@@ -97,11 +115,36 @@ def _least_keys(problem: Problem, target: Target) -> int:
         return _LEAST_WIDE_SCORED if rows > TILE_ROWS else 0
     if rows > TILE_ROWS:
         return _LEAST_WIDE_NARROW if dim <= _FEW_COLUMNS else _LEAST_WIDE
-    if problem.max_seqlen_q == 1 and rows >= _MANY_HEADS:
-        return _LEAST_MANY_HEADS if dim <= WIDE_TILE_HEADDIM else _LEAST_MANY_WIDE_HEADS
     idle = problem.batch * problem.nheads_kv <= 2 * target.multiprocessors
+    if problem.max_seqlen_q == 1 and rows >= _MANY_HEADS:
+        if not idle:
+            half = 2 * rows <= TILE_ROWS
+            return _LEAST_HEADS_MANY_STREAMS if half else _LEAST_MANY_HEADS_MANY_STREAMS
+        return _LEAST_MANY_HEADS if dim <= WIDE_TILE_HEADDIM else _LEAST_MANY_WIDE_HEADS
     table = _LEAST_KEYS_FEW_STREAMS if idle else _LEAST_KEYS_MANY_STREAMS
     return next(keys for columns, most, keys in table if dim <= columns and rows <= most)
+
+
+def _enough_keys(problem: Problem, tiles: int) -> float:
+    """How many keys of all streams are enough for decoding `tiles` tiles of rows whose scores are changed; see
+    _ENOUGH_KEYS_ALIGNED_BIAS."""
+    form, dim = problem.bias, max(problem.headdim, problem.headdim_v)
+    if dim > _PADDED_MAX_HEADDIM:
+        return math.inf
+    if form is not None:
+        aligned = form.shape[3] % 8 == 0 and form.dtype != "float32"
+        least, narrow, others = _ENOUGH_KEYS_ALIGNED_BIAS if aligned else _ENOUGH_KEYS_BIAS
+    elif problem.alibi_slopes is not None or problem.score_mod is not None:
+        least, narrow, others = _ENOUGH_KEYS_BY_HEAD
+    else:
+        return math.inf
+    tile_rows, *_ = decode_tiles.shape(problem)
+    if tile_rows == TILE_ROWS:
+        least = _WIDE_PADDING
+    forward_rows = problem.group_heads * -(-problem.max_seqlen_q // 16) * 16
+    if forward_rows < least * tiles * tile_rows:
+        return math.inf
+    return narrow if dim <= _FEW_COLUMNS else others
 
 
 def _changes_scores(problem: Problem) -> bool:
@@ -111,6 +154,9 @@ def _changes_scores(problem: Problem) -> bool:
 
 def _forward_tiles(problem: Problem) -> int:
     """The forward's query tiles that read the same keys."""
-    heads = heads_per_tile(problem, _FORWARD_ROWS)
-    queries = _FORWARD_ROWS // heads
-    return -(-problem.max_seqlen_q // queries) * (problem.group_heads // heads)
+
+    def tiles(rows: int) -> int:
+        heads = heads_per_tile(problem, rows)
+        return -(-problem.max_seqlen_q // (rows // heads)) * (problem.group_heads // heads)
+
+    return min(tiles(rows) for rows in _FORWARD_ROWS)
