@@ -53,6 +53,7 @@ class Sizes(Protocol):
     nheads_q: int
     nheads_kv: int
     packed: bool
+    on_device: bool
     lens_q: tuple[int, ...]
     lens_k: tuple[int, ...]
     bias: Pairs | None
@@ -187,9 +188,10 @@ def _pairs(case: Sizes, spec: Pairs, dtype: np.dtype, rng: np.random.Generator) 
 
 
 def pairs_shape(case: Sizes, spec: Pairs) -> tuple[int, int, int, int]:
-    """Return the shape with all four axes."""
+    """Return the shape with all four axes. An axis along which lengths on a GPU count has an element, whatever they are."""
+    least = 1 if case.packed and case.on_device else 0
     sides = (
-        max((lens if case.packed else rooms), default=0) + (beyond if case.packed else 0)
+        max(*(lens if case.packed else rooms), least, 0) + (beyond if case.packed else 0)
         for (lens, rooms), beyond in zip((case.side_q, case.side_k), spec.beyond, strict=True)
     )
     rows, keys = (
