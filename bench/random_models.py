@@ -13,11 +13,10 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.shapes import Times, between, command_line, run
+from bench.shapes import Times, between, command_line, run, worst
 from rawattn._bench import counters, graph_peers, models
 from rawattn._bench.graph_peers import OURS
 from rawattn._bench.grids import CUDNN, FA2, FA4
@@ -28,25 +27,7 @@ _LEAST_OPERATIONS, _MOST_OPERATIONS, _MOST_BYTES = 2e8, 1e12, 1.2e9
 _REPEATS = 5
 
 
-class Drawn(NamedTuple):
-    """The fields of a `Model`."""
-
-    kind: str
-    batch: int
-    rows: int
-    keys: int
-    nheads_q: int
-    nheads_kv: int
-    headdim: int
-    headdim_v: int
-    causal: bool
-
-    @property
-    def model(self) -> Model:
-        return Model(*self)
-
-
-def draw(source: random.Random) -> Drawn:
+def draw(source: random.Random) -> Model:
     """Draw a random shape of a random kind; lengths and batches are log-uniform."""
     while True:
         drawn = _of_kind(source, source.choice(_KINDS))
@@ -55,11 +36,11 @@ def draw(source: random.Random) -> Drawn:
         operations = 2 * drawn.batch * drawn.nheads_q * seen.pairs * width
         if not _LEAST_OPERATIONS < operations < _MOST_OPERATIONS:
             continue
-        if drawn.model.nbytes < _MOST_BYTES:
+        if drawn.nbytes < _MOST_BYTES:
             return drawn
 
 
-def _of_kind(source: random.Random, kind: str) -> Drawn:
+def _of_kind(source: random.Random, kind: str) -> Model:
     batch, causal, group = between(source, 1, 16), False, 1
     nheads_kv = source.choice((8, 10, 16, 20, 24))
     headdim = source.choice((40, 64, 64, 72, 80, 96, 128, 128))
@@ -83,25 +64,25 @@ def _of_kind(source: random.Random, kind: str) -> Drawn:
     elif kind == "MLA":
         batch, rows = between(source, 1, 8), between(source, 200, 5000)
         keys, causal = rows, source.choice((True, True, False))
-        return Drawn(kind, batch, rows, keys, 16, 16, 192, 128, causal)
+        return Model(kind, batch, rows, keys, 16, 16, 192, 128, causal)
     else:
         rows, keys = between(source, 50, 3000), between(source, 50, 3000)
         nheads_kv = source.choice((4, 7, 9, 12, 20))
         headdim = source.choice((64, 96, 128, 128, 256))
     nheads_q = nheads_kv * group
-    return Drawn(kind, batch, rows, keys, nheads_q, nheads_kv, headdim, headdim, causal)
+    return Model(kind, batch, rows, keys, nheads_q, nheads_kv, headdim, headdim, causal)
 
 
-def measure(drawn: Drawn) -> Times:
+def measure(drawn: Model) -> Times:
     """The microseconds of a call by the name of the side; empty if no peer can make the call."""
-    sides, peers = models.sides(drawn.model, "bfloat16"), (CUDNN, FA2, FA4)
-    times, _ = graph_peers.seconds(sides, drawn.model.nbytes, peers, _REPEATS)
+    sides, peers = models.sides(drawn, "bfloat16"), (CUDNN, FA2, FA4)
+    times, _ = graph_peers.seconds(sides, drawn.nbytes, peers, _REPEATS)
     if OURS not in times or len(times) == 1:
         return {}
     return {side: 1e6 * time for side, time in times.items()}
 
 
-def summary(results: Sequence[tuple[Drawn, Times]]) -> list[str]:
+def summary(results: Sequence[tuple[Model, Times]]) -> list[str]:
     """Our time over that of the fastest peer, and the ten worst shapes."""
     over = []
     for drawn, times in results:
@@ -112,11 +93,7 @@ def summary(results: Sequence[tuple[Drawn, Times]]) -> list[str]:
     median = statistics.median(ratio for ratio, _, _ in over)
     slower = sum(ratio > 1 for ratio, _, _ in over)
     lines = [f"over the fastest peer: {median:.2f} in the median of {len(over)}, {slower} above 1"]
-    over.sort(key=lambda each: -each[0])
-    for ratio, drawn, times in over[:10]:
-        shown = ", ".join(f"{side} {time:.1f}" for side, time in times.items())
-        lines.append(f"  {ratio:.2f} {drawn.model.name}: {shown} us")
-    return lines
+    return [*lines, *worst(over, 10, lambda drawn: drawn.name)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.shapes import Shape, Times, between, call, command_line, make, run
+from bench.shapes import Shape, Times, between, call, command_line, make, run, worst
 from rawattn._bench import graph_peers, graphs
 from rawattn._bench.grids import CUDNN
 from rawattn._bench.timing import Entrant, race
@@ -93,10 +93,7 @@ def summary(results: Sequence[tuple[Shape, Times]]) -> list[str]:
         mean = statistics.geometric_mean(ratio for ratio, _, _ in over)
         slower = sum(ratio > 1.02 for ratio, _, _ in over)
         lines.append(f"over {title}: {mean:.3f} in the mean of {len(over)}, {slower} above 1.02")
-        over.sort(key=lambda each: -each[0])
-        for ratio, shape, times in over[:10]:
-            shown = ", ".join(f"{side} {time:.1f}" for side, time in times.items())
-            lines.append(f"  {ratio:.2f} {tuple(shape)}: {shown} us")
+        lines += worst(over, 10)
     return lines
 
 

@@ -146,3 +146,16 @@ def run(
         given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
     print("\n".join(summary(results)))
     return 0
+
+
+def worst(
+    over: Sequence[tuple[float, _Drawn, Times]],
+    most: int,
+    name: Callable[[_Drawn], object] = tuple,
+) -> list[str]:
+    """A line for each of the `most` shapes with the largest ratio, largest first: ratio, name and microseconds of all sides."""
+    lines = []
+    for ratio, shape, times in sorted(over, key=lambda each: -each[0])[:most]:
+        shown = ", ".join(f"{side} {time:.1f}" for side, time in times.items())
+        lines.append(f"  {ratio:.2f} {name(shape)}: {shown} us")
+    return lines

@@ -21,7 +21,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.shapes import Inputs, Shape, Times, between, call, command_line, make, run
+from bench.shapes import Inputs, Shape, Times, between, call, command_line, make, run, worst
 from rawattn._bench import graphs
 from rawattn._bench.timing import race
 from rawattn._call.problem import Problem
@@ -153,11 +153,7 @@ def summary(results: Sequence[tuple[Shape, Times]]) -> list[str]:
     mean = statistics.geometric_mean(ratio for ratio, _, _ in over)
     slower = sum(ratio > 1.05 for ratio, _, _ in over)
     lines = [f"over the quickest tiles: {mean:.3f} in the mean of {len(over)}, {slower} above 1.05"]
-    over.sort(key=lambda each: -each[0])
-    for ratio, shape, times in over[:20]:
-        shown = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
-        lines.append(f"  {ratio:.2f} {tuple(shape)}: {shown} us")
-    return lines
+    return [*lines, *worst(over, 20)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

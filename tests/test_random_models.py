@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench import random_models, shapes
-from bench.random_models import Drawn
+from rawattn._bench.model_cases import Model
 
-ENCODER = Drawn("encoder", 4, 200, 200, 12, 12, 64, 64, False)
-CHUNK = Drawn("chunk", 1, 200, 9000, 32, 8, 128, 128, True)
+ENCODER = Model("encoder", 4, 200, 200, 12, 12, 64, 64, False)
+CHUNK = Model("chunk", 1, 200, 9000, 32, 8, 128, 128, True)
 
 
 def test_what_is_drawn() -> None:
@@ -24,7 +24,7 @@ def test_what_is_drawn() -> None:
     assert drawn == again
     assert {each.kind for each in drawn} == set(random_models._KINDS)
     for each in drawn:
-        q, k, _ = each.model.shapes
+        q, k, _ = each.shapes
         assert each.nheads_q % each.nheads_kv == 0 and (q[1], k[1]) == (each.rows, each.keys)
         assert each.rows <= each.keys or not each.causal
     assert sum(each.headdim % 16 > 0 for each in drawn) > 10
@@ -37,7 +37,7 @@ def test_what_is_said() -> None:
     ]
     first, worst, other = random_models.summary(results)
     assert first == "over the fastest peer: 1.00 in the median of 2, 1 above 1"
-    assert worst == f"  1.50 {CHUNK.model.name}: rawattn 3.0, cuDNN 2.0, FA4 4.0 us"
+    assert worst == f"  1.50 {CHUNK.name}: rawattn 3.0, cuDNN 2.0, FA4 4.0 us"
     assert other.startswith("  0.50 encoder 4 x 200 ")
     assert random_models.summary([]) == ["no peer makes these calls"]
 

@@ -370,11 +370,7 @@ def test_tiles_kept_for_the_end_are_shorter_ones() -> None:
         ((16, 320, 4096, 16, 16, 128), {}, False),  # few keys
         ((3, 320, 16384, 16, 16, 128), {}, False),  # few tiles
         ((8, 512, 8704, 32, 8, 128), {}, False),  # keys are split
-        (
-            (4, 320, 16384, 16, 16, 128),
-            {},
-            False,
-        ),  # keys are split, since two consumers have rows in last tiles: 0.90
+        ((4, 320, 16384, 16, 16, 128), {}, False),  # split, as last tiles have rows for two: 0.90
         ((8, 256, 8448, 32, 8, 128), {"softcap": 30.0}, False),
         ((8, 256, 8448, 32, 8, 128), {"window": (4000, 0)}, False),
         ((8, 256, 8448, 32, 8, 128), {"seqs": SeqLayout(seqlen_k=[8448] * 8)}, False),
