@@ -39,6 +39,7 @@ DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
       const BlockOrder order{p.forward.order, s.own_order, p, &room.lengths};
       if constexpr (kStreamK) s.line = find_line(p, order);
       find(s.work[0], p, order, s.line, target::block_index() / kCluster, -1);
+      set_origin(s.work[0], nullptr);
     }
     if (prior_done) break;
     target::wait_for_prior_kernels();

@@ -143,13 +143,13 @@ DEVICE bool store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
   Partial* partials = static_cast<Partial*>(p.partials) + rank() * kConsumers * 4 + warp;
   if (real) write_partial(partials[int64(work.item) * kConsumerWarps], o, softmax, lane);
   if (!target::wave_any(lane == 0 && number == others)) {
-    if (!work.goes_on) report(p, work.split_index);
+    if (!work.goes_on()) report(p, work.split_index);
     return false;
   }
   // All lanes loop: ptxas spills registers of the loop over key tiles if one lane does.
   while (target::wave_any(lane == 0 && target::load_acquire(counted) / kReported != others)) {
   }
-  if (lane == 0) *counted = work.goes_on ? 0u - kReported : 0u;  // 0 for the next launch
+  if (lane == 0) *counted = work.goes_on() ? 0u - kReported : 0u;  // 0 for the next launch
   if (!real) return false;
   target::wave_sync();
   partials += int64(items.begin) * kConsumerWarps;

@@ -64,15 +64,15 @@ DEVICE StreamLine find_line(const Sm90ForwardParams& p, const BlockOrder& order)
   }
 }
 DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, const StreamLine& line,
-                 int64 index, int line_position) {
+                 int64 index, int rest_end) {
   if (kUnequalTiles && p.stream_k.rows > 0) {
     const UnequalTilesLine<kClusterQ, kHeadsPerTile> unequal{p.forward, p.stream_k};
-    unequal.find(work, index, line_position, [&](const WorkTile& tile) {
+    unequal.find(work, index, rest_end, [&](const WorkTile& tile) {
       const int count = key_tiles_of(p.forward, tile).count();
       return count > 0 ? count : 1;
     });
   } else {
-    index = line.find(work, index, line_position);
+    index = line.find(work, index, rest_end);
     ptx::compiler_fence();
     find(static_cast<WorkTile&>(work), p, order, index, line.lasts > 0);
   }
@@ -80,9 +80,14 @@ DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& o
   const TileSpan all = key_tiles_of(p.forward, work);
   work.keys = work.whole ? all : part_of(all, work.keys.begin, work.keys.end, work.units);
 }
-// Where in the stream-K line the rest of this piece begins, which is in the next query tile; negative if there is none.
-DEVICE int next_item(const WorkItem& work) { return work.goes_on ? work.tile_end() : -1; }
-DEVICE int next_item(const WorkTile&) { return -1; }
+// The end of the rest of this piece in the stream-K line; negative if there is none.
+DEVICE int rest_end_of(const WorkItem& work) { return work.rest_end; }
+DEVICE int rest_end_of(const WorkTile&) { return -1; }
+// Tells an item that follows `before` in its piece, or a piece's first item (null), where it comes from.
+DEVICE void set_origin(WorkItem& work, const WorkItem* before) {
+  work.comes_from = before != nullptr && !before->whole ? before->split_index : -1;
+}
+DEVICE void set_origin(WorkTile&, const WorkTile*) {}
 
 // kByLength: by the sequence's length alone; else a mask of keys, which must have been read, counts too.
 template <bool kByLength>
@@ -101,12 +106,14 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   Tickets<kCluster> tickets(p.next_work, s.tickets);
   Ring<kQuerySlots> queries;
   int64 index = target::block_index() / kCluster;
-  int line_position = -1;  // where the ticket's next item begins in the stream-K line; negative: its first item is next
+  int rest_end = -1;  // where the ticket's next item ends in the stream-K line; negative: its first item is next
   // Finds the next work, writes it to the next slot, and signals the warps that wait for it.
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
-      find(s.work[slot.slot], p, BlockOrder{p.forward.order, s.own_order, p, nullptr}, s.line, index, line_position);
+      Item& work = s.work[slot.slot];
+      find(work, p, BlockOrder{p.forward.order, s.own_order, p, nullptr}, s.line, index, rest_end);
+      set_origin(work, rest_end < 0 ? nullptr : &s.work[slot.slot ^ 1]);
       ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[slot.slot]);
     }
   };
@@ -121,7 +128,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     // The other slot is written again only after all lanes have come here, and so have finished reading it.
     if constexpr (kProducerLanes > 1) target::wave_sync();
     slot.advance();
-    if (line_position < 0) tickets.release_ticket();
+    if (rest_end < 0) tickets.release_ticket();
     if (!work.exists) break;
     const auto wait_for_mask = [&] {
       // Of the slot before `slot`, which has been advanced.
@@ -196,8 +203,8 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       }
       continue;
     }
-    line_position = next_item(work);
-    if (line_position >= 0) {
+    rest_end = rest_end_of(work);
+    if (rest_end >= 0) {
       if (has_tiles(span)) load_values(before);
       // Where values come apart, the keys of the next item would come while values of this one are still needed, which
       // takes longer (docs/notes/hopper-forward.md). They wait until the consumers are done with these queries.

@@ -6,13 +6,17 @@
 // items of work, each with a range of key tiles of one query tile. The items of a query tile are merged at the end
 // (sm90/forward_merge.cuh). (Stream-K, Osama et al. 2023, splits the sums of matrix products so.)
 //
+// The item that lies last in a piece comes first. So most workers begin with a first key, and those that go on later
+// are all as far behind the others: query tiles of the same head then read the same keys at about the same time, and
+// fewer come from DRAM.
+//
 // In the line all query tiles are equally long, counted in units, whatever number of key tiles they have. An item that
 // has a share of the units has this share of the key tiles. So a piece is found by a division even where tiles are
 // unlike, and takes no longer than the same units of the longest tile would. There are so many units that pieces are
 // whole numbers of them. So no remainder moves the end of a piece past that of a tile, which would make an item of few
 // keys that costs a beginning and an end.
 //
-// A piece that goes on in the next query tile takes longer than one that does not: it leaves one item's partial result
+// A piece that goes on in another query tile takes longer than one that does not: it leaves one item's partial result
 // and begins another. So each query tile begins with `begin` units that stand for no keys, and all pieces take about
 // equally long. A piece that ends in them does not go on, and one that begins in them begins with the first key. Tiles
 // have no such units where pieces are cut in the same way every few tiles: then as many pieces would begin where a tile
@@ -35,9 +39,11 @@
 struct WorkItem : WorkTile {
   TileSpan keys;  // key tiles of the item; as cut() leaves it, units of the query tile
   bool whole;     // whether the item has all keys of the query tile
-  bool goes_on;   // whether the piece goes on in the next query tile
-  // The number, as of split_index, of a query tile in which the piece has an item that ends where this one begins, if
-  // that is not all of the tile; else negative.
+  // The unit of the line behind the rest of the piece, which is in the query tile before this one; negative if there is
+  // none.
+  int rest_end;
+  // The number, as of split_index, of the query tile of the piece's item before this one, if that has a part of the
+  // tile; else negative.
   int comes_from;
   // The rest is set for query tiles of the line only.
   int split_index;   // number of the query tile among those that are split
@@ -47,13 +53,15 @@ struct WorkItem : WorkTile {
 
   // Where the query tile ends in the line.
   DEVICE int tile_end() const { return start + units; }
+  // Whether the piece goes on in the query tile before this one.
+  DEVICE bool goes_on() const { return rest_end >= 0; }
 
-  // Makes this the item that begins at unit `begin` of the line, in piece number `index`, which ends before unit `end`.
-  // The members split_index, start and units must be set. empty: units at the beginning of the next query tile.
+  // Makes this the item that ends in front of unit `end` of the line, in piece number `index`, which begins at unit
+  // `begin`. The members split_index, start and units must be set. empty: units in front of the query tile's keys.
   DEVICE void cut(int index, int begin, int end, int empty) {
     item = index + split_index;
     keys = {begin > start ? begin - start : 0, end < tile_end() ? end - start : units};
-    goes_on = end > tile_end() + empty;
+    rest_end = begin < start - empty ? start - empty : -1;
     whole = keys.begin == 0 && keys.end == units;
   }
 };
@@ -140,26 +148,27 @@ struct StreamLine {
   }
   DEVICE static unsigned quotient_up(unsigned x, unsigned y) { return (x + y - 1) / y; }
 
-  // Finds the item at an index. line_position: the unit of the line from which its piece goes on, or negative where the
-  // piece begins. Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are
-  // the item's units in it.
-  DEVICE int64 find(WorkItem& work, int64 index, int line_position) const {
-    work.goes_on = false;
+  // Finds the item at an index. rest_end: that of the item before it in its piece, or negative for a piece's first item.
+  // Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are the item's units
+  // in it.
+  DEVICE int64 find(WorkItem& work, int64 index, int rest_end) const {
+    work.rest_end = -1;
     work.whole = true;
-    work.comes_from = -1;
     if (tiles == 0 || index < whole) return index;
     const int longs = (tiles - lasts) * (begin + units), length = longs + lasts * (begin + last_units);
     const int first = static_cast<int>(clamp((index - whole) * piece, 0, length));
-    const int from = line_position < 0 ? first : line_position;
-    const bool last = lasts > 0 && from >= longs;
+    if (first == length) return whole + tiles;
+    const int piece_end = length - first < piece ? length : first + piece;
+    const int end = rest_end < 0 ? piece_end : rest_end;
+    const int key = end - 1 - begin;  // a piece that ends in a tile's first units has none of its keys
+    const bool last = lasts > 0 && key >= longs;
     const int before = last ? longs : 0;
     work.units = last ? last_units : units;
-    work.split_index = (from - before) / (begin + work.units);
+    work.split_index = (key - before) / (begin + work.units);
     work.start = before + work.split_index * (begin + work.units) + begin;
     if (last) work.split_index += tiles - lasts;
     work.piece = piece;
-    if (from > first && from - first < (from > longs ? last_units : units)) work.comes_from = work.split_index - 1;
-    work.cut(static_cast<int>(index - whole), from, length - first < piece ? length : first + piece, begin);
+    work.cut(static_cast<int>(index - whole), first, end, begin);
     return whole + work.split_index;
   }
 };
@@ -176,13 +185,12 @@ struct UnequalTilesLine {
   // Finds the item at an index; arguments as of StreamLine::find(). units_of(work): units of the query tile number
   // work.tile, at least one.
   template <class UnitsOf>
-  DEVICE void find(WorkItem& work, int64 index, int line_position, const UnitsOf& units_of) const {
+  DEVICE void find(WorkItem& work, int64 index, int rest_end, const UnitsOf& units_of) const {
     const int nheads = p.nheads_q / kHeads, each = p.batch * nheads;
     const int last = static_cast<int>((p.q_side.rows + kTileQ - 1) / kTileQ) - 1;
     int row, head;
-    work.goes_on = false;
+    work.rest_end = -1;
     work.whole = true;
-    work.comes_from = -1;
     work.exists = true;
     work.q = {0, static_cast<int>(p.q_side.rows)};
     work.k = {0, static_cast<int>(p.k_side.rows)};
@@ -194,25 +202,21 @@ struct UnequalTilesLine {
       work.tile = last - row;
     } else {
       const int first = static_cast<int>(index) * stream_k.piece;
-      const int begin = line_position < 0 ? first : line_position;
-      int units = 0;  // of the tile that ends at `begin`, if one does
+      int end = rest_end < 0 ? first + stream_k.piece : rest_end;
       work.start = 0;
       for (row = 0;; row++) {
         work.tile = last - row;
-        units = work.units;
         work.units = units_of(work);
-        if (row + 1 == stream_k.rows || begin < work.start + each * work.units) break;
+        if (row + 1 == stream_k.rows || end <= work.start + each * work.units) break;
         work.start += each * work.units;
       }
-      head = (begin - work.start) / work.units;
-      if (head > 0) units = work.units;
-      const int end = work.start + each * work.units;
+      const int row_end = work.start + each * work.units;
+      if (row_end < end) end = row_end;
+      head = (end - 1 - work.start) / work.units;
       work.start += head * work.units;
       work.split_index = row * each + head;
-      if (begin > first && begin - first < units) work.comes_from = work.split_index - 1;
       work.piece = stream_k.piece;
-      const bool last_piece = row + 1 == stream_k.rows && first + stream_k.piece > end;
-      work.cut(static_cast<int>(index), begin, last_piece ? end : first + stream_k.piece, 0);
+      work.cut(static_cast<int>(index), first, end, 0);
     }
     work.sequence = head / nheads;
     work.head = head % nheads * kHeads;
