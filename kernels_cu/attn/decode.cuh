@@ -51,7 +51,7 @@ struct Layout {
   static constexpr int kMerged = kPrefetches ? 0 : kWaves * kPartialBytes;
   static constexpr int kExtraAt = kUsed > kMerged ? kUsed : kMerged;
   static constexpr int kSharedTilesAt = kExtraAt + kWaves * Ring::kExtraBytes;
-  static constexpr int kSharedTilesBytes = 192, kFlagBytes = 16, kRoomBytes = 128;
+  static constexpr int kSharedTilesBytes = 192, kFlagBytes = 16, kRoomBytes = 192;
   static constexpr int kRoomAt = kSharedTilesAt + kSharedTilesBytes + kFlagBytes;
   static_assert(kQueriesAt % 16 == 0 && kExtraAt % 16 == 0 && kSharedTilesAt % 16 == 0, "all parts are aligned");
   static_assert(2 * sizeof(SharedTile<Partials>) <= kSharedTilesBytes, "a part shares two query tiles at most");

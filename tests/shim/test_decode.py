@@ -114,19 +114,20 @@ def test_bunches_of_parts(
     [
         ((70, 250, 0, 31, 16), 24),  # each sequence is a part of its own
         ((70, 5000, 0, 31, 16), 24),  # one sequence is long: parts of equal size
+        ((600, 3, 0, 570), 24),  # each has as many pieces, some of them without keys
         ((40,) * 5, 24),
         ((10, 0, *range(1, 40)), 200),
         ((10, 0, *range(1, 70)), 500),  # more sequences than a block has threads
         ((90,), 24),
     ],
-    ids=("short", "long", "even", "some", "many", "one"),
+    ids=("short", "long", "pieces", "even", "some", "many", "one"),
 )
 @pytest.mark.parametrize(
     ("rows", "heads"),
     [(1, 3), (9, 3), (1, 7)],
     ids=("abreast", "rows", "ranks"),  # seven heads would leave three of 24 blocks idle
 )
-def test_sequences_that_are_parts(
+def test_query_tiles_in_pieces(
     machine: MakeDevice,
     monkeypatch: pytest.MonkeyPatch,
     lens: tuple[int, ...],

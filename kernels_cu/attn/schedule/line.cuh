@@ -2,17 +2,20 @@
 // keys of which query tiles a block has.
 //
 // The key tiles of all query tiles form a line: sequence after sequence, and in a sequence head after head. The line is
-// cut into equal parts; of short sequences each may be a part instead. A part begins in one query tile and may end in
-// another. What it has of one query tile is a segment. The segments of a query tile are in consecutive parts, and are
-// merged in the order of keys (attn/schedule/shared_tile.cuh). Lengths are read where the line is cut, so a batch whose
-// lengths change on the GPU keeps its launch. (Stream-K, Osama et al. 2023, cuts sums of matrix products so.)
+// cut into equal parts. A part begins in one query tile and may end in another. What it has of one query tile is a
+// segment. The segments of a query tile are in consecutive parts, and are merged in the order of keys
+// (attn/schedule/shared_tile.cuh). Lengths are read where the line is cut, so a batch whose lengths change on the GPU
+// keeps its launch. (Stream-K, Osama et al. 2023, cuts sums of matrix products so.)
+//
+// A part that ends within a query tile takes long to merge. So where query tiles are few or alike, each is cut into as
+// many equal pieces instead, or into one, and a part is a piece.
 //
 // Some heads stand abreast: a part then has a block for each of them. These blocks read the same rows at the same time,
 // and the heads of a row are neighbours in memory. All heads that stand abreast are a rank, and the line has rank after
 // rank of a sequence. A "head" here is a query tile's kHeads heads.
 //
-// Lengths in the line are counted in units of kUnit key tiles. Where the number of pieces of a query tile is given
-// (num_splits), a unit is such a piece instead, and a part is one unit.
+// Lengths in the line are counted in units of kUnit key tiles. Where parts are pieces of query tiles, a unit is such a
+// piece instead, and a part is one unit. Of a query tile with few key tiles some pieces may have none.
 #pragma once
 
 #include "attn/pages.cuh"
@@ -43,10 +46,10 @@ struct Line {
   using Tiles = KeyTiles<Visible, kTileQ, kTileK>;
   static constexpr int kSums = kThreads / target::kWave;
 
-  // What threads tell each other in find(): units of each wave's sequences, and the sequence that all enter. Members
-  // are as below.
+  // What threads tell each other in find(): units and query tiles of each wave's sequences, the most units of a query
+  // tile, and the sequence that all enter. Members are as below.
   struct Room {
-    int sums[kSums], longest[kSums];
+    int units[kSums], tiles[kSums], longest[kSums];
     int sequence, start, rank_units;
     Span q, k;
   };
@@ -69,7 +72,8 @@ struct Line {
         part(quotient(target::block_index(), p.splits.abreast)),
         abreast_index(target::block_index() - part * p.splits.abreast),
         rank(0),
-        start(0) {}
+        start(0),
+        pieces(p.splits.count) {}
 
   // Cuts the line. Reads lengths, which earlier kernels may have written. room: in shared memory. All threads of the
   // block call it.
@@ -82,8 +86,9 @@ struct Line {
     const int each = rank_units * p.splits.ranks;
     total = each * p.batch;
     cut_equally();
-    if (kRagged && prefer_part_per_rank(rank_units)) {
-      take_rank(part < p.splits.ranks, part);
+    if constexpr (kRagged) {
+      cut_tiles_alike(most_units, query_tiles() * p.splits.ranks);
+      if (pieces > 0) rank_units = pieces * query_tiles();
       return;
     }
     // All sequences are alike.
@@ -105,10 +110,10 @@ struct Line {
     segment.q = q;
     segment.k = k;
     segment.tile = 0;
-    segment.units = q.length <= kTileQ ? rank_units : units_of_tiles(count(0));
+    segment.units = q.length <= kTileQ ? rank_units : units_of_tile(0);
     while (rest >= segment.units) {
       rest -= segment.units;
-      segment.units = units_of_tiles(count(++segment.tile));
+      segment.units = units_of_tile(++segment.tile);
     }
     locate(segment);
     segment.start = at - rest;
@@ -122,7 +127,7 @@ struct Line {
   // The key tiles of a segment. all: those of its query tile.
   DEVICE TileSpan tiles(const Segment& segment, const TileSpan& all) const {
     const int tiles = all.count();
-    if (p.splits.count > 0) {
+    if (pieces > 0) {
       return {all.begin + static_cast<int>(int64(tiles) * segment.from / segment.units),
               all.begin + static_cast<int>(int64(tiles) * segment.to / segment.units)};
     }
@@ -146,7 +151,9 @@ struct Line {
   }
 
  private:
+  int pieces;         // of each query tile, each a part; 0 where parts are equal
   int whole, longer;  // units of a part; `longer` of the parts have one more
+  int most_units;     // of a query tile of the sequence that was entered last, where parts are equal
 
   // Sets the heads and the rows of a segment.
   DEVICE void locate(Segment& segment) const {
@@ -190,33 +197,37 @@ struct Line {
     end = at + whole + (rest + longer >= parts ? 1 : 0);
   }
 
-  // Whether each rank of each sequence should rather be a part of its own. This compares estimated times, in units. A
-  // part takes the time of its own units and that of the memory for all units, combined as below. Equal parts also take
-  // the time to merge what they leave of a query tile: merge_units, which is larger where a part may end within another
-  // query tile. Beside more than kMost units that is little (docs/notes/decode.md). longest: the most units of a rank.
-  DEVICE bool prefer_part_per_rank(int longest) const {
-    constexpr int kMost = 16;
-    const int streams = p.batch * p.splits.ranks;
-    if (p.splits.count > 0 || longest > kMost || streams > p.splits.blocks || p.batch > kThreads) return false;
-    // Where sequences are equal and have several parts each, parts end where sequences do, but for a few numbers of
-    // parts.
-    const bool aligned = total == parts || (total == longest * streams && parts >= 2 * streams);
-    const float merge_units = aligned ? 1.5f : 5.0f, shared = static_cast<float>(whole + (longer > 0 ? 1 : 0));
-    const float memory = static_cast<float>(total) * p.splits.per_busy, alone = static_cast<float>(longest);
-    // alone^2 + memory^2 < (sqrt(shared^2 + memory^2) + merge_units)^2
-    const float root = fmaxf(shared, memory) + 0.4f * fminf(shared, memory);
-    return alone * alone < shared * shared + merge_units * (merge_units + 2.0f * root);
+  // Cuts each query tile into as many pieces instead, if that is expected to take less time. This compares times in
+  // units. A part takes the time of its own units and of merging, or that of the memory for all units if it is longer
+  // (docs/notes/decode.md). Pieces of query tiles with the same keys begin at the same keys, which come from memory
+  // once. longest: the most units of a query tile; tiles: query tiles of all ranks.
+  DEVICE void cut_tiles_alike(int longest, int tiles) {
+    if (p.splits.count > 0 || tiles == 0 || tiles > p.splits.blocks) return;
+    // Quotients of floats: a division of integers takes ten times as long, and no copy can begin before this is known.
+    const float per_tile = target::reciprocal(static_cast<float>(tiles)), length = static_cast<float>(longest);
+    const int room = static_cast<int>(static_cast<float>(p.splits.blocks) * per_tile + kRounding);
+    const int most = room < longest ? room : longest;
+    const float own = length * target::reciprocal(static_cast<float>(most));
+    const float whole_units = static_cast<float>(static_cast<int>(own + (1.0f - kRounding)));
+    // About the root of the sum of squares.
+    const auto time = [](float own, float memory) { return fmaxf(own, memory) + 0.4f * fminf(own, memory); };
+    const auto merging = [](float parts) { return 2.0f + 0.08f * parts; };
+    const float memory = static_cast<float>(total) * p.splits.per_busy;
+    const float once = memory * static_cast<float>(p.batch * p.splits.ranks) * per_tile;
+    const float shared = merging(fmaxf(static_cast<float>(parts) * per_tile, 2.0f)) + kCutTiles;
+    const float equal = time(static_cast<float>(whole + (longer > 0 ? 1 : 0)) + shared, memory);
+    const float alone = time(length, once);
+    const float alike = time(whole_units + merging(static_cast<float>(most)), once);
+    if (fminf(alone, alike) >= equal) return;
+    pieces = alone <= alike ? 1 : most;
+    total = parts = pieces * tiles;
+    whole = 1;
+    longer = 0;
+    at = part < parts ? part : 0;
+    end = part < parts ? part + 1 : 0;
   }
-  // Makes a rank of the entered sequence, which begins at `start`, the block's part. exists: whether the block has a
-  // part.
-  DEVICE void take_rank(bool exists, int own_rank) {
-    at = end = 0;
-    if (!exists) return;
-    rank = own_rank;
-    start += rank_units * rank;
-    at = start;
-    end = at + rank_units;
-  }
+  static constexpr float kCutTiles = 3.0f;  // what it takes that parts end within query tiles, in units
+  static constexpr float kRounding = 1e-3f;
 
   // cut() where sequences differ. Each thread counts the units of some consecutive sequences. Sums over the lanes of a
   // wave, then over waves, give the units before these. The thread in whose sequences this block's part begins tells
@@ -224,41 +235,51 @@ struct Line {
   DEVICE void find(Room& room) {
     const int thread = target::thread_index(), lane = thread % target::kWave, wave = thread / target::kWave;
     const int some = (p.batch + kThreads - 1) / kThreads;
-    int units = 0;
-    unsigned longest = 0;  // the most units of a rank
+    int units = 0, tiles = 0;
+    unsigned most = 0;  // units of a query tile
     const int behind = (thread + 1) * some;
     // In descending order, so that the thread's first sequence stays entered.
     for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {
       enter(n);
       units += rank_units * p.splits.ranks;
-      longest = max_of(rank_units, longest);
+      tiles += query_tiles() * p.splits.ranks;
+      most = max_of(most_units, most);
     }
-    unsigned before = 0, all = units;
+    unsigned units_before = 0, all_units = units, tiles_before = 0, all_tiles = tiles;
     UNROLL for (int mask = 1; mask < target::kWave; mask *= 2) {
-      const unsigned other = target::shuffle_xor(all, mask);
-      if (lane & mask) before += other;
-      all += other;
+      const unsigned other = target::shuffle_xor(all_units, mask), others = target::shuffle_xor(all_tiles, mask);
+      if (lane & mask) {
+        units_before += other;
+        tiles_before += others;
+      }
+      all_units += other;
+      all_tiles += others;
     }
-    longest = target::wave_max(longest);
+    most = target::wave_max(most);
     if (lane == 0) {
-      room.sums[wave] = static_cast<int>(all);
-      room.longest[wave] = static_cast<int>(longest);
+      room.units[wave] = static_cast<int>(all_units);
+      room.tiles[wave] = static_cast<int>(all_tiles);
+      room.longest[wave] = static_cast<int>(most);
     }
     target::block_sync();
     total = 0;
+    all_tiles = 0;
     UNROLL for (int n = 0; n < kSums; n++) {
-      if (n == wave) before += total;
-      total += room.sums[n];
-      longest = max_of(room.longest[n], longest);
+      if (n == wave) {
+        units_before += total;
+        tiles_before += all_tiles;
+      }
+      total += room.units[n];
+      all_tiles += room.tiles[n];
+      most = max_of(room.longest[n], most);
     }
     cut_equally();
-    const bool alone = prefer_part_per_rank(static_cast<int>(longest));
-    const int ranks = p.splits.ranks, own_rank = part - thread * ranks;
-    const int from = static_cast<int>(before);
-    if (alone ? own_rank >= 0 && own_rank < ranks : from <= at && at - from < units) {  // one thread, or none
+    cut_tiles_alike(static_cast<int>(most), static_cast<int>(all_tiles));
+    const int from = static_cast<int>(pieces > 0 ? pieces * tiles_before : units_before);
+    if (from <= at && at - from < (pieces > 0 ? pieces * tiles : units)) {  // one thread, or none
       room.sequence = thread * some;
       room.start = from;
-      room.rank_units = rank_units;
+      room.rank_units = pieces > 0 ? pieces * query_tiles() : rank_units;
       room.q = q;
       room.k = k;
     }
@@ -268,7 +289,6 @@ struct Line {
     rank_units = room.rank_units;
     q = room.q;
     k = room.k;
-    if (alone) take_rank(part < p.batch * ranks, part - sequence * ranks);
   }
 
   DEVICE static unsigned max_of(unsigned x, unsigned y) { return x > y ? x : y; }
@@ -284,20 +304,33 @@ struct Line {
       q = {0, static_cast<int>(p.q_side.rows)};
       k = {0, static_cast<int>(p.k_side.rows)};
     }
-    rank_units = 0;
-#pragma unroll 1
-    for (int tile = 0; tile * kTileQ < q.length; tile++) rank_units += units_of_tiles(count(tile));
+    rank_units = units_of_rank();
   }
+  // Units of a rank of the sequence.
+  DEVICE int units_of_rank() {
+    if (pieces > 0) return pieces * query_tiles();
+    int units = 0;
+    most_units = 0;
+#pragma unroll 1
+    for (int tile = 0; tile * kTileQ < q.length; tile++) {
+      const int some = units_of_tile(tile);
+      units += some;
+      most_units = some > most_units ? some : most_units;
+    }
+    return units;
+  }
+  // Query tiles of a rank of the sequence.
+  DEVICE int query_tiles() const { return quotient(q.length + kTileQ - 1, kTileQ); }
   // Key tiles of a query tile of the sequence.
   DEVICE int count(int tile) const {
     const int first = tile * kTileQ;
     const int last = first + kTileQ < q.length ? first + kTileQ - 1 : q.length - 1;
     return Tiles(Visible(p, sequence, q.length, k.length), first, last).count();
   }
-  // Units of a query tile with so many key tiles. One without keys still has a unit, which writes its rows.
-  DEVICE int units_of_tiles(int tiles) const {
-    const int most = p.splits.count;
-    const int n = most > 0 ? (tiles < most ? tiles : most) : (tiles + kUnit - 1) / kUnit;
+  // Units of a query tile of the sequence. One without keys still has a unit, which writes its rows.
+  DEVICE int units_of_tile(int tile) const {
+    if (pieces > 0) return pieces;
+    const int n = (count(tile) + kUnit - 1) / kUnit;
     return n > 0 ? n : 1;
   }
 };

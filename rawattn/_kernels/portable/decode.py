@@ -40,7 +40,7 @@ _HEADS_OF_TILE = 4
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of the offset of a row of a page
 # Bytes of shared memory besides tiles: descriptions of the query tiles that a block shares, a flag, room for cutting the line.
-_KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 128
+_KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

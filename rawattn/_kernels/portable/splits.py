@@ -200,7 +200,7 @@ def line(
     busy = _BUSY * at_once
     if structure.ragged:
         least = max(1, LEAST_PART_KEYS // (config.tile_k * unit))
-        parts = min(_parts_cutting_no_tiles(streams, at_once), streams * -(-units // least))
+        parts = min(_parts_cutting_no_tiles(streams, at_once), streams * units)
     else:
         least, parts = 1, _parts(streams, units, at_once, busy)
     blocks = abreast * parts
