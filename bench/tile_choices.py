@@ -27,7 +27,7 @@ from rawattn._bench.timing import race
 from rawattn._call.problem import Problem
 from rawattn._cli import arguments
 from rawattn._kernels.selection import using_tiles
-from rawattn._kernels.sm90 import forward, time_estimate
+from rawattn._kernels.sm90 import stream_k, tile_choice, time_estimate
 from rawattn._kernels.sm90.forward_config import rows_of
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
@@ -73,25 +73,22 @@ def draw(source: random.Random, keys: str) -> Shape:
 
 def candidates(problem: Problem, target: Target, within: float) -> list[Tiles]:
     """The tiles that are expected to take at most `within` times as long as the quickest."""
-    wide, table = max(problem.headdim, problem.headdim_v), forward._table(problem)
-    tables = dict.fromkeys((table, "any", "long", "few"))
+    wide, table = max(problem.headdim, problem.headdim_v), tile_choice.table_of(problem)
     rows = [
         row.fields
-        for table in tables
-        for row in (
-            forward._rows(table, wide) if table == "few" else forward._rows(table, wide)[:1]
-        )
+        for name in dict.fromkeys((table, "any", "long", "few"))
+        for row in tile_choice.rows_of_table(name, wide)[: None if name == "few" else 1]
     ]
-    may_split = forward.may_split_keys(problem, forward.STREAM_K_LEAST_KEYS)
-    most = forward._most_blocks(problem) if forward._may_share_sm(problem, table, wide) else 1
+    may_split = stream_k.may_split_keys(problem, stream_k.LEAST_KEYS)
+    most = tile_choice.most_blocks(problem) if tile_choice.may_share_sm(problem, table, wide) else 1
     expected: dict[str, tuple[float, Tiles]] = {}
     for fields in rows:
-        if (blocks := forward._blocks(fields)) > most:
+        if (blocks := tile_choice.blocks_of(fields)) > most:
             continue
         heads = heads_per_tile(problem, rows_of(fields["consumers"]))
         for split in (False, True) if may_split and blocks == 1 else (False,):
             tiles = Tiles({**fields, "cluster": 1}, split)
-            least = forward.least_piece_tiles(problem, fields["tile_k"]) if split else 0
+            least = stream_k.least_piece_tiles(problem, fields["tile_k"]) if split else 0
             time = time_estimate.duration(
                 problem, target.multiprocessors, fields, heads, blocks, least
             )
@@ -106,8 +103,8 @@ def forced(tiles: Tiles) -> Iterator[None]:
     """Hopper's forward takes these tiles. The name of a table that no kernel has tells prepared calls apart."""
     choice = dict(tiles.fields), tiles.split
     with (
-        using_tiles(forward.TILES, f"forced {tiles.name}", ()),
-        mock.patch.object(forward, "_fields", return_value=choice),
+        using_tiles(tile_choice.TILES, f"forced {tiles.name}", ()),
+        mock.patch.object(tile_choice, "choose", return_value=choice),
     ):
         yield
 
@@ -115,13 +112,13 @@ def forced(tiles: Tiles) -> Iterator[None]:
 def chosen(inputs: Inputs) -> tuple[Problem, Target] | None:
     """What Hopper's forward chooses tiles for in this call. None if it does not take the call."""
     asked: list[tuple[Problem, Target]] = []
-    choose = forward._fields
+    choose = tile_choice.choose
 
-    def spy(problem: Problem, target: Target, wide: int) -> tuple[dict[str, Any], bool]:
+    def spy(problem: Problem, target: Target) -> tuple[dict[str, Any], bool]:
         asked.append((problem, target))
-        return choose(problem, target, wide)
+        return choose(problem, target)
 
-    with mock.patch.object(forward, "_fields", spy):
+    with mock.patch.object(tile_choice, "choose", spy):
         call(inputs, nullcontext)()
     return asked[-1] if asked else None
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._kernels.selection import only
-from rawattn._kernels.sm90.forward import LONG_SEQLEN
+from rawattn._kernels.sm90.tile_choice import LONG_SEQLEN
 from tests import gradients, hidden_nan
 from tests.append import Appended, appended
 from tests.cases import Case, dense, padded, ragged

@@ -17,7 +17,7 @@ from rawattn._call.problem import Problem, describe
 from rawattn._call.structure import Structure, structure
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import append, backward, backward_sections, decode, mask_tiles
-from rawattn._kernels.sm90 import forward
+from rawattn._kernels.sm90 import stream_k
 from rawattn._kernels.steps import MAX_BLOCKS, Tiles
 from rawattn._strides import contiguous
 from tests.problems import H200, INT32_MAX, PACKED, arrays, problem
@@ -107,8 +107,8 @@ def paged(keys: int) -> tuple[Problem, Structure]:
 
 def test_stream_k_leaves_more_keys_than_an_int_counts_whole() -> None:
     """A line has up to as many units as the last query tiles have key tiles together."""
-    assert forward.may_split_keys(paged(2**29)[0], 0)
-    assert not forward.may_split_keys(paged(2**29 + 1)[0], 0)
+    assert stream_k.may_split_keys(paged(2**29)[0], 0)
+    assert not stream_k.may_split_keys(paged(2**29 + 1)[0], 0)
 
 
 def test_many_rows_are_appended() -> None:

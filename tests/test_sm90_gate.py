@@ -21,6 +21,7 @@ from rawattn._kernels.operands import ITEMSIZE, Operands
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
+from rawattn._kernels.sm90 import tile_choice
 from rawattn._kernels.target import without_device
 from rawattn._kernels.tile_tables import Row
 from rawattn._kernels.variants import common_variants, strides_of_pages
@@ -72,7 +73,7 @@ def variants_of_scores() -> Iterator[compiler.Source]:
         ),
     }
     for table, calls in uses.items():
-        for row, call in itertools.product(tile_tables.table(sm90_forward.TILES, table), calls):
+        for row, call in itertools.product(tile_tables.table(tile_choice.TILES, table), calls):
             # At head dim 256 these tables leave no registers for the limits of a window.
             windows = ("paged", "paged_rows", "left")
             if table in windows and row.headdim == 256 and "window_left" in call:
@@ -104,10 +105,8 @@ def variant(row: Row, call: dict[str, Any]) -> compiler.Source:
     elif problem.alibi_slopes is not None:
         operands = Operands(option_strides={"alibi_slopes": (4,)})
     with ExitStack() as stack:
-        for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
-            stack.enter_context(
-                using_tiles(sm90_forward.TILES, table, (replace(row, headdim=256),))
-            )
+        for table in tile_tables.SCHEMAS[tile_choice.TILES].tables:
+            stack.enter_context(using_tiles(tile_choice.TILES, table, (replace(row, headdim=256),)))
         target = without_device(sm90_forward.ARCH)
         config = sm90_forward.choose(problem, target, operands)
     # Shared memory has slots only for a bias whose elements have 16 bits.

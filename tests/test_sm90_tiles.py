@@ -21,7 +21,7 @@ from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
-from rawattn._kernels.sm90 import time_estimate
+from rawattn._kernels.sm90 import stream_k, tile_choice, time_estimate
 from rawattn._kernels.variants import strides_of_pages
 from tests.problems import CALL_OF_MANY, H200
 
@@ -278,17 +278,17 @@ def test_short_sequences_of_padded_batches_and_under_masks(mask: bool) -> None:
 
 def test_room_for_the_next_queries() -> None:
     """For every row of the tables: there is a second slot for queries if all blocks of an SM have room for one."""
-    tables = tile_tables.SCHEMAS[sm90_forward.TILES].tables
+    tables = tile_tables.SCHEMAS[tile_choice.TILES].tables
     taken: dict[int, set[int]] = {}
     for table in tables:
-        for row in tile_tables.table(sm90_forward.TILES, table):
+        for row in tile_tables.table(tile_choice.TILES, table):
             values = 128 if table == "narrow_values" else row.headdim
             q, v = (
                 np.broadcast_to(np.float16(0), (1, 512, 2, wide)) for wide in (row.headdim, values)
             )
             with ExitStack() as stack:
                 for each in tables:
-                    stack.enter_context(using_tiles(sm90_forward.TILES, each, [row]))
+                    stack.enter_context(using_tiles(tile_choice.TILES, each, [row]))
                 config = sm90_forward.choose(describe(q, q, v)[0], H200, Operands())
             slot = config.tile_rows * 128 * -(-row.headdim // 64)
             # Of the 228 KiB of an SM the system reserves 1 KiB for each block.
@@ -338,7 +338,7 @@ def test_pages_of_8_bits_have_room(options: dict[str, Any]) -> None:
 
 
 def row_of(dims: tuple[int, int]) -> dict[str, Any]:
-    rows = tile_tables.table(sm90_forward.TILES, "paged_8bit")
+    rows = tile_tables.table(tile_choice.TILES, "paged_8bit")
     return next(row.fields for row in rows if max(dims) <= row.headdim)
 
 
@@ -412,7 +412,7 @@ def test_sections_of_few_rounds() -> None:
 
 def test_no_queries() -> None:
     """A call whose lengths on the host are 0, though its arrays have rows, splits nothing."""
-    for keys in (40, sm90_forward.STREAM_K_ALWAYS_KEYS):
+    for keys in (40, stream_k.ALWAYS_KEYS):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, 4, 128)) for rows in (38, keys))
         problem, _ = describe(q, k, k, causal=True, seqs=SeqLayout(seqlen_q=[0]))
         assert not sm90_forward.choose(problem, H200, Operands()).stream_k

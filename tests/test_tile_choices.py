@@ -13,7 +13,7 @@ from bench import shapes, tile_choices
 from bench.shapes import Shape
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.sm90 import forward
+from rawattn._kernels.sm90 import forward, tile_choice
 from tests.problems import H200
 
 
@@ -46,12 +46,12 @@ def test_which_tiles_are_timed() -> None:
         names = [[t.name for t in tile_choices.candidates(call, H200, x)] for x in (1, 1.2, 100)]
         assert len(names[0]) == 1 and len(names[1]) > 1
         assert set(names[0]) < set(names[1]) < set(names[2])
-        fields, split = forward._fields(call, H200, shape.headdim)
+        fields, split = tile_choice.choose(call, H200)
         assert tile_choices.Tiles(fields, split).name in names[1]
     assert "192 x 64 split" in [t.name for t in tile_choices.candidates(problem(few), H200, 1)]
     short = tile_choices.candidates(problem(Shape("rows", 64, 200, 300, 8, 8, 64)), H200, 100)
     assert all(not tiles.split for tiles in short)
-    assert any(forward._blocks(tiles.fields) > 1 for tiles in short)
+    assert any(tile_choice.blocks_of(tiles.fields) > 1 for tiles in short)
 
 
 def test_tiles_are_forced() -> None:

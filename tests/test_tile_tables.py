@@ -25,7 +25,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, selection, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import line_estimate, stream_k
+from rawattn._kernels.sm90 import line_estimate, stream_k, tile_choice
 from rawattn._kernels.target import without_device
 from rawattn._runtime import on_gpu
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
@@ -172,7 +172,7 @@ def test_clusters_where_every_block_has_queries():
         assert config is not None
         return config.cluster
 
-    long = sm90_forward.LONG_SEQLEN
+    long = tile_choice.LONG_SEQLEN
     assert cluster(long, long) == 2
     assert [cluster(1, long), cluster(long - 1, long), cluster(long, long - 1)] == [1, 1, 1]
 
@@ -192,7 +192,7 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         assert config.stream_k
         shared = stream_k.split(problem, config, clusters)
         keys = -(-seqlens[1] // config.tile_k)
-        least = sm90_forward.least_piece_tiles(problem, config.tile_k)
+        least = stream_k.least_piece_tiles(problem, config.tile_k)
         every = -(-seqlens[0] // config.schedule_rows) * heads
         if shared is None or not shared.last_share:
             tiles = every % clusters
@@ -201,7 +201,7 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
             tiles, pieces = (every - heads) % clusters + heads, clusters
         if shared is None:
             gain = (pieces - tiles) * keys
-            assert tiles == 0 or gain < clusters * sm90_forward.LEAST_GAIN_TILES
+            assert tiles == 0 or gain < clusters * stream_k.LEAST_GAIN_TILES
             continue
         assert pieces <= clusters
         assert shared.tiles == tiles
@@ -242,7 +242,7 @@ def test_what_is_shared_out():
         assert config is not None
         return config.stream_k
 
-    long = sm90_forward.STREAM_K_ALWAYS_KEYS
+    long = stream_k.ALWAYS_KEYS
     assert shares(long)
     assert not shares(long - 1)
     assert shares(long, causal=True)
@@ -281,9 +281,9 @@ def test_what_tma_stores():
     assert not stores(packed=False)  # nothing to gain
     assert not stores(headdim_v=20)  # rows are no multiples of 16 bytes
     assert not stores(headdim=256)  # no room in shared memory
-    assert not stores(headdim=64, headdim_v=64, seqlen=sm90_forward.LONG_SEQLEN)
+    assert not stores(headdim=64, headdim_v=64, seqlen=tile_choice.LONG_SEQLEN)
     with tensor_stores():
-        assert stores(headdim=64, headdim_v=64, seqlen=sm90_forward.LONG_SEQLEN)
+        assert stores(headdim=64, headdim_v=64, seqlen=tile_choice.LONG_SEQLEN)
         assert not stores(headdim=256)
 
 

@@ -17,7 +17,7 @@ from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import line_estimate, query_tiles
+from rawattn._kernels.sm90 import line_estimate, query_tiles, stream_k, tile_choice
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import kernel, on_gpu
 from rawattn._verbs import fast_path
@@ -116,16 +116,16 @@ def sharing(alike: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.object(line_estimate, "ITEM_MERGE_COST_KEYS", 0))
         stack.enter_context(mock.patch.object(line_estimate, "_HARDLY_LONGER", -(2**31)))
         stack.enter_context(mock.patch.object(line_estimate, "_weighing_pays", return_value=alike))
-        stack.enter_context(mock.patch.object(sm90_forward, "_in_equal_rounds", return_value=True))
+        stack.enter_context(mock.patch.object(tile_choice, "_in_equal_rounds", return_value=True))
         least = {
-            "STREAM_K_ALWAYS_KEYS": 1,
-            "STREAM_K_LEAST_KEYS": 1,
-            "STREAM_K_LEAST_KEYS_UNLIKE": 1,
+            "ALWAYS_KEYS": 1,
+            "LEAST_KEYS": 1,
+            "LEAST_KEYS_UNLIKE": 1,
             "LEAST_GAIN_TILES": 0,
             "LEAST_PIECE_TILES": 1,
         }
         for name, value in least.items():
-            stack.enter_context(mock.patch.object(sm90_forward, name, value))
+            stack.enter_context(mock.patch.object(stream_k, name, value))
         stack.enter_context(nothing_prepared())
         yield
 
@@ -146,13 +146,13 @@ def sharing_in_clusters() -> Iterator[None]:
 def clusters() -> Iterator[None]:
     """Make the blocks of Hopper's forward work in pairs (clusters), whatever the head dim and however few the queries."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sm90_forward, "LONG_SEQLEN", 1))
+        stack.enter_context(mock.patch.object(tile_choice, "LONG_SEQLEN", 1))
         for table in ("any", "long", "left"):
             rows = [
                 replace(row, shape=tuple({**row.fields, "cluster": 2}.items()))
-                for row in tile_tables.table(sm90_forward.TILES, table)
+                for row in tile_tables.table(tile_choice.TILES, table)
             ]
-            stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))
+            stack.enter_context(using_tiles(tile_choice.TILES, table, rows))
         stack.enter_context(usual_tiles())
         yield
 
@@ -160,7 +160,7 @@ def clusters() -> Iterator[None]:
 @contextmanager
 def usual_tiles() -> Iterator[None]:
     """Make Hopper's forward take the usual row of a table, however few SMs the small calls of tests keep busy."""
-    with mock.patch.object(sm90_forward, "_WORTH_CHANGING", 0):
+    with mock.patch.object(tile_choice, "_WORTH_CHANGING", 0):
         yield
 
 
@@ -168,14 +168,14 @@ def usual_tiles() -> Iterator[None]:
 def tensor_stores() -> Iterator[None]:
     """Make Hopper's forward store its output by TMA where it can and where there is room: at head dims up to 128."""
     with ExitStack() as stack:
-        for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
+        for table in tile_tables.SCHEMAS[tile_choice.TILES].tables:
             rows = [
                 replace(row, shape=tuple({**row.fields, "tensor_stores": True}.items()))
                 if row.headdim <= 128
                 else row
-                for row in tile_tables.table(sm90_forward.TILES, table)
+                for row in tile_tables.table(tile_choice.TILES, table)
             ]
-            stack.enter_context(using_tiles(sm90_forward.TILES, table, rows))
+            stack.enter_context(using_tiles(tile_choice.TILES, table, rows))
         yield
 
 

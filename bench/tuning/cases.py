@@ -9,7 +9,7 @@ from rawattn import SeqLayout
 from rawattn._bench.cases import Case
 from rawattn._bench.grids import CUDNN, FA2, FA4
 from rawattn._call.problem import Problem, describe
-from rawattn._kernels.sm90.forward import LONG_SEQLEN
+from rawattn._kernels.sm90.tile_choice import LONG_SEQLEN
 
 # Sizes of the dense cases: batch x seqlen, and heads x D.
 _TOKENS, _COLUMNS = 16384, 2048

@@ -13,6 +13,7 @@ from rawattn._kernels.portable import backward_config
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
+from rawattn._kernels.sm90 import tile_choice
 from rawattn._kernels.source import round_up
 from rawattn._kernels.target import SHARED_LIMIT, Target
 
@@ -43,7 +44,7 @@ class Kernel:
 
     def tables(self, dtype: str) -> tuple[str, ...]:
         """The tables that serve calls of this dtype."""
-        if self.name == sm90_forward.TILES:
+        if self.name == tile_choice.TILES:
             return ("any", "long", "left")
         return ("32bit" if dtype == "float32" else "16bit",)
 
@@ -132,7 +133,7 @@ KERNELS = {
     kernel.name: kernel
     for kernel in (
         Kernel(
-            name=sm90_forward.TILES,
+            name=tile_choice.TILES,
             verb="forward",
             note="hopper-forward.md",
             entry=sm90_forward_config.ENTRY,

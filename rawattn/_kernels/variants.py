@@ -17,7 +17,7 @@ from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.score_variants import score_variants
 from rawattn._kernels.sm90 import decode as sm90_decode
-from rawattn._kernels.sm90 import few_rows
+from rawattn._kernels.sm90 import few_rows, tile_choice
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
 from rawattn._strides import Strides, contiguous
@@ -135,7 +135,7 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             )
         )
 
-    usual, long = (64, 96, 128, 192, 256), sm90_forward.LONG_SEQLEN
+    usual, long = (64, 96, 128, 192, 256), tile_choice.LONG_SEQLEN
     for dtype, headdim, ragged, right in itertools.product(
         ("bfloat16", "float16"), usual, (False, True), (None, 0)
     ):

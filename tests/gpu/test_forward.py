@@ -15,7 +15,8 @@ from rawattn._kernels import params
 from rawattn._kernels.selection import FAMILIES, only
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
-from rawattn._kernels.sm90.forward import LONG_SEQLEN, STREAM_K_ALWAYS_KEYS
+from rawattn._kernels.sm90 import stream_k
+from rawattn._kernels.sm90.tile_choice import LONG_SEQLEN
 from rawattn._runtime import on_gpu
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import curated, unaligned
@@ -288,7 +289,7 @@ def test_few_causal_heads_are_shared_out() -> None:
 
 def test_long_keys_are_shared_out() -> None:
     """A call with very many keys chooses stream-K by itself, and its counters are ready for the next launch."""
-    case = dense("shared", 2, 40, STREAM_K_ALWAYS_KEYS + 300, nheads_q=8, nheads_kv=2)
+    case = dense("shared", 2, 40, stream_k.ALWAYS_KEYS + 300, nheads_q=8, nheads_kv=2)
     for _ in range(2):
         verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:
@@ -310,7 +311,7 @@ IDLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("case", IDLE, ids=str)
 def test_tiles_of_few_rows_are_shared_out(case: dict[str, Any]) -> None:
-    """Calls with few rows choose stream-K by themselves with far fewer keys than STREAM_K_ALWAYS_KEYS."""
+    """Calls with few rows choose stream-K by themselves with far fewer keys than stream_k.ALWAYS_KEYS."""
     knobs = dict(case)
     rows, (nheads_q, nheads_kv) = knobs.pop("rows"), knobs.pop("heads")
     knobs = {"headdim": 128, **knobs, "nheads_q": nheads_q, "nheads_kv": nheads_kv}

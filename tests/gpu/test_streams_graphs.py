@@ -11,7 +11,8 @@ import pytest
 
 import rawattn
 from rawattn import reference
-from rawattn._kernels.sm90.forward import ALIGN_SEQLEN, STREAM_K_ALWAYS_KEYS
+from rawattn._kernels.sm90 import stream_k
+from rawattn._kernels.sm90.forward import ALIGN_SEQLEN
 from tests.cases import Case, dense, padded, ragged
 from tests.frameworks import CuPy, Jax, Torch
 from tests.gpu.gate import closed, of_torch, still_closed
@@ -32,7 +33,7 @@ CASES = [
     ragged("device-max", _LENS_Q, _LENS_K, **_ON_DEVICE, max_seqlen=True, causal=True),
     padded("device-padded", _LENS_Q, _LENS_K, 128, 256, on_device=True, max_seqlen=True),
     dense("unaligned", 1, 60, ALIGN_SEQLEN + 40, headdim=20),
-    dense("shared", 1, 60, STREAM_K_ALWAYS_KEYS + 40),
+    dense("shared", 1, 60, stream_k.ALWAYS_KEYS + 40),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -159,7 +160,7 @@ def test_same_bits_under_load() -> None:
         ),
         dense("bits", 2, 700, 700, nheads_q=8, dtype="float16", window=(100, 20), sink=4),
         dense("bits", 1, 500, 500, nheads_q=4, dtype="float32", headdim=96),
-        dense("bits", 1, 500, STREAM_K_ALWAYS_KEYS + 9, nheads_q=3, nheads_kv=3, headdim=128),
+        dense("bits", 1, 500, stream_k.ALWAYS_KEYS + 9, nheads_q=3, nheads_kv=3, headdim=128),
     ]
     load = cupy.cuda.Stream(non_blocking=True)
     noise = cupy.ones((4096, 4096), np.float16)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rawattn._kernels import tile_tables
-from rawattn._kernels.sm90 import forward as sm90_forward
+from rawattn._kernels.sm90 import tile_choice
 from tests.cases import Case, dense, padded, ragged
 from tests.curated_cases import curated
 from tests.random_cases import random_case
@@ -70,9 +70,9 @@ def cells_of_shapes() -> Iterable[Sm90Cell]:
 def cells_of_table() -> Iterable[Sm90Cell]:
     """Every tile of the tables, on calls a little longer than one query tile and two key tiles."""
     dtypes = itertools.cycle(("float16", "bfloat16"))
-    for table in tile_tables.SCHEMAS[sm90_forward.TILES].tables:
+    for table in tile_tables.SCHEMAS[tile_choice.TILES].tables:
         mask: dict[str, Any] = {"window": (50, 9)} if table == "left" else {"causal": True}
-        for row in tile_tables.table(sm90_forward.TILES, table):
+        for row in tile_tables.table(tile_choice.TILES, table):
             shape = Sm90Tiles(**{name: row.fields[name] for name in Sm90Tiles._fields})
             knobs = {"headdim": row.headdim, "dtype": next(dtypes), **mask}
             rows_q, rows_k = 64 * shape.consumers + 9, 2 * shape.tile_k + 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import forward_steps
+from rawattn._kernels.sm90 import forward_steps, stream_k
 from rawattn._kernels.target import without_device
 from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged
@@ -92,7 +92,7 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     assert consumers(causal(1024, 4), multiprocessors=1) == 3
     assert consumers(dense("full", 1, 2048, 300, nheads_q=12, nheads_kv=12, headdim=128)) == 3
     assert consumers(dense("full", 1, 2048, 1024, nheads_q=8, nheads_kv=8, headdim=128)) == 2
-    long = sm90_forward.STREAM_K_ALWAYS_KEYS
+    long = stream_k.ALWAYS_KEYS
     assert consumers(dense("few", 1, 64, long, nheads_q=1, nheads_kv=1, headdim=128)) == 1
     assert consumers(dense("rounds", 1, 3000, long, nheads_q=9, nheads_kv=9, headdim=128)) == 3
     packed = {"headdim": 128, "causal": True}

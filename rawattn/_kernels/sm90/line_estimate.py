@@ -5,9 +5,10 @@ Times are in the unit of `tile_times`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import query_tiles
@@ -58,90 +59,69 @@ def pieces_of(tiles: int, keys: int, workers: int, least: int) -> int:
     return pieces
 
 
-def best_pieces(
-    problem: Problem,
-    fields: Mapping[str, Any],
-    tiles: int,
-    workers: int,
-    least: int,
-    all_of_them: bool,
-) -> int:
-    """The number of pieces that a line of query tiles is cut into. all_of_them: see `of_pieces`.
+class Line(NamedTuple):
+    """Query tiles that form a line.
+
+    fields: of the tile table's row. workers: blocks that run at once. least: the fewest key tiles of a piece. all_of_them: the
+    call has no other tiles. Otherwise those are taken to have brought the same keys to the L2 cache.
+    """
+
+    problem: Problem
+    fields: Mapping[str, Any]
+    tiles: int
+    workers: int
+    least: int
+    all_of_them: bool
+
+    @property
+    def key_tiles(self) -> int:
+        """Key tiles of a query tile, at most."""
+        return query_tiles.most_key_tiles(self.problem, self.fields["tile_k"])
+
+
+def best_pieces(line: Line) -> int:
+    """The number of pieces that a line is cut into.
 
     Where heads share cache lines, pieces that begin together may end sooner than as many as there are workers. Ragged batches
     are cut on the GPU, which does not weigh that.
     """
-    keys = query_tiles.most_key_tiles(problem, fields["tile_k"])
-    pieces = pieces_of(tiles, keys, workers, least)
-    together = pieces // max(tiles, 1) * tiles
-    if problem.ragged or not _heads_share_lines(problem) or together <= tiles:
+    pieces = pieces_of(line.tiles, line.key_tiles, line.workers, line.least)
+    together = pieces // max(line.tiles, 1) * line.tiles
+    if line.problem.ragged or not _heads_share_lines(line.problem) or together <= line.tiles:
         return pieces
-
-    def time(number: int) -> float:
-        return _of_number(problem, fields, tiles, workers, number, all_of_them)
-
-    return min(pieces, together, key=time)
+    return min(pieces, together, key=functools.partial(_of_number, line))
 
 
-def of_pieces(
-    problem: Problem,
-    fields: Mapping[str, Any],
-    tiles: int,
-    workers: int,
-    least: int,
-    all_of_them: bool,
-) -> float:
-    """The time of query tiles that form a line, which is cut into pieces for all workers.
-
-    all_of_them: the call has no other tiles. Otherwise those are taken to have brought the same keys to the L2 cache.
-    """
-    pieces = best_pieces(problem, fields, tiles, workers, least, all_of_them)
-    if pieces <= tiles:
-        return math.inf
-    return _of_number(problem, fields, tiles, workers, pieces, all_of_them)
+def of_pieces(line: Line) -> float:
+    """The time of a line that is cut into pieces for all workers."""
+    pieces = best_pieces(line)
+    return _of_number(line, pieces) if pieces > line.tiles else math.inf
 
 
-def _of_number(
-    problem: Problem,
-    fields: Mapping[str, Any],
-    tiles: int,
-    workers: int,
-    pieces: int,
-    all_of_them: bool,
-) -> float:
+def _of_number(line: Line, pieces: int) -> float:
     """`of_pieces` of so many pieces."""
-    tile_k: int = fields["tile_k"]
-    keys = query_tiles.most_key_tiles(problem, tile_k)
-    products = _pace(problem, fields) * -(-tiles * keys // pieces) * tile_k
-    from_dram = reading(problem, tiles, pieces) / workers if all_of_them else 0.0
-    return overlapped(products, from_dram, _PIECES_OVERLAP) + _beside_keys(
-        problem, fields, tiles, pieces
-    )
+    products = _products(line, -(-line.tiles * line.key_tiles // pieces))
+    from_dram = 0.0
+    if line.all_of_them:
+        from_dram = reading(line.problem, line.tiles, pieces) / line.workers
+    return overlapped(products, from_dram, _PIECES_OVERLAP) + _beside_keys(line, pieces)
 
 
-def of_weighed(
-    problem: Problem,
-    fields: Mapping[str, Any],
-    tiles: int,
-    workers: int,
-    least: int,
-    all_of_them: bool,
-    length: float,
-) -> float:
-    """The same of a line that weighs last tiles. length: of the line, where another tile counts 1.
+def of_weighed(line: Line, length: float) -> float:
+    """The time of a line that weighs last tiles. length: of the line, where another tile counts 1.
 
     Last tiles come behind the others of all heads, so their keys are read from DRAM again, beside the products.
     """
-    tile_k: int = fields["tile_k"]
-    keys = query_tiles.most_key_tiles(problem, tile_k)
-    if length * keys < least * workers:
+    problem, workers = line.problem, line.workers
+    if length * line.key_tiles < line.least * workers:
         return math.inf
-    products = _pace(problem, fields) * math.ceil(length * keys / workers) * tile_k
-    if all_of_them:
-        busy = overlapped(products, reading(problem, tiles, workers) / workers, _PIECES_OVERLAP)
+    products = _products(line, math.ceil(length * line.key_tiles / workers))
+    if line.all_of_them:
+        from_dram = reading(problem, line.tiles, workers) / workers
+        busy = overlapped(products, from_dram, _PIECES_OVERLAP)
     else:
         busy = max(products, reading(problem, 1, 1) / workers)
-    return busy + _beside_keys(problem, fields, tiles, workers)
+    return busy + _beside_keys(line, workers)
 
 
 def overlapped(products: float, reading: float, exponent: float) -> float:
@@ -152,23 +132,23 @@ def overlapped(products: float, reading: float, exponent: float) -> float:
     return float((products**exponent + reading**exponent) ** (1 / exponent))
 
 
-def _pace(problem: Problem, fields: Mapping[str, Any]) -> float:
-    """The time for one key of a query tile in a line."""
-    shape = fields["consumers"], fields["tile_k"]
-    pace = of_headdim(PACES, problem).get(shape, 1.0)
-    return max(pace * of_headdim(TIMES, problem)[fields["consumers"]], load(problem))
+def _products(line: Line, key_tiles: int) -> float:
+    """The time of a piece of so many key tiles, if nothing else took longer."""
+    consumers, tile_k = line.fields["consumers"], line.fields["tile_k"]
+    pace = of_headdim(PACES, line.problem).get((consumers, tile_k), 1.0)
+    pace = max(pace * of_headdim(TIMES, line.problem)[consumers], load(line.problem))
+    return float(pace * key_tiles * tile_k)
 
 
-def _beside_keys(problem: Problem, fields: Mapping[str, Any], tiles: int, pieces: int) -> float:
+def _beside_keys(line: Line, pieces: int) -> float:
     """What a line takes beside its keys: to begin pieces and query tiles, and to merge."""
-    consumers: int = fields["consumers"]
-    begin = of_headdim(BEGIN_KEYS, problem)[consumers]
+    consumers, tiles = line.fields["consumers"], line.tiles
+    begin: int = of_headdim(BEGIN_KEYS, line.problem)[consumers]
     # A piece that begins in one query tile and ends in the next is two items.
     uneven = pieces % tiles > 0
     items = pieces + uneven * (tiles - 1)
-    merging = (
-        ITEM_MERGE_COST_KEYS * (pieces / tiles + 1) + _PARTIAL_TRAFFIC_KEYS * consumers * items
-    )
+    traffic: float = _PARTIAL_TRAFFIC_KEYS * consumers * items
+    merging = ITEM_MERGE_COST_KEYS * (pieces / tiles + 1) + traffic
     return begin * (1 + uneven) + _PIECE_COST_KEYS + merging
 
 
@@ -241,9 +221,11 @@ def _weighing_pays(
     rounds, longs = divmod(lasts * tiles, workers)
     length = longs + lasts * share / SHARES
     weighed = rounds * whole
-    weighed += of_weighed(problem, fields, longs + lasts, workers, least, rounds == 0, length)
+    line = Line(problem, fields, longs + lasts, workers, least, all_of_them=rounds == 0)
+    weighed += of_weighed(line, length)
     rounds, behind = divmod(lasts * (tiles + 1), workers)
     pieces = 0.0
     if behind:
-        pieces = min(whole, of_pieces(problem, fields, behind, workers, least, rounds == 0))
+        line = Line(problem, fields, behind, workers, least, all_of_them=rounds == 0)
+        pieces = min(whole, of_pieces(line))
     return weighed < rounds * whole + pieces

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from rawattn._call.problem import Problem
-from rawattn._kernels.sm90 import forward, line_estimate, query_tiles
+from rawattn._kernels.sm90 import line_estimate, query_tiles
 from rawattn._kernels.sm90.forward_config import Config
+from rawattn._kernels.sm90.tma import MAX_ROWS
+
+# When keys are split (docs/notes/hopper-forward.md):
+# Keys of a query tile from which on the last tiles are split without an estimate, where all tiles are alike.
+ALWAYS_KEYS = 8192
+# Keys of a query tile from which on the last tiles are split where that is expected to take less time.
+LEAST_KEYS = 1024
+# Keys of the longest query tile from which on causal tiles of unlike length are split.
+LEAST_KEYS_UNLIKE = 2048
+# Splitting must end the tiles earlier by the time of this many key tiles.
+LEAST_GAIN_TILES = 8
+# The fewest key tiles of a piece.
+LEAST_PIECE_TILES = 4
 
 # Beginnings of query tiles count in a line unless pieces begin where a tile does every so many tiles, or more often.
 _FEW_TILES = 4
@@ -40,6 +54,41 @@ class StreamK(NamedTuple):
         return (*line, *pieces, self.begin, self.last_share)
 
 
+def may_split_keys(problem: Problem, seqlen: int) -> bool:
+    """Whether the keys of query tiles may be split among blocks.
+
+    Tiles with about as many keys as each other may be from `seqlen` keys on, unlike ones of dense causal batches from
+    `LEAST_KEYS_UNLIKE` on.
+    """
+    if problem.num_splits is not None:
+        return False
+    # An int counts the units of a line. Only pages have room for more keys.
+    if problem.rows_k > MAX_ROWS:
+        return False
+    longest = query_tiles.fewest_and_most_keys(problem)[1]
+    if query_tiles.splits_by_length(problem):
+        # The host does not know the lengths of a mask's lists.
+        return problem.mask is None and longest >= LEAST_KEYS_UNLIKE
+    return longest >= seqlen and query_tiles.alike(problem)
+
+
+def least_piece_tiles(problem: Problem, tile_k: int) -> int:
+    """The fewest key tiles of a piece. With shorter pieces, merging those of a query tile takes longer than computing them."""
+    _, longest = query_tiles.fewest_and_most_keys(problem)
+    shortest = math.sqrt(line_estimate.ITEM_MERGE_COST_KEYS * longest)
+    return max(LEAST_PIECE_TILES, math.ceil(shortest / tile_k))
+
+
+def least_gain(problem: Problem, rows: int, heads: int, workers: int) -> int:
+    """By how many key tiles' time splitting must end the split tiles earlier.
+
+    rows: query rows of each head that the schedule hands out together; heads: those whose rows share a tile.
+    """
+    idle = query_tiles.count(problem, rows * heads, heads) < workers
+    halved = idle and not query_tiles.splits_by_length(problem)
+    return LEAST_GAIN_TILES // 2 if halved else LEAST_GAIN_TILES
+
+
 def split(
     problem: Problem, config: Config, clusters: int, as_many_queries: bool = True
 ) -> StreamK | None:
@@ -53,9 +102,9 @@ def split(
     # A lane leaves 32 bytes for each 16 columns of its two rows, and 16 bytes for their references (running max) and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)
     rows, piece, units = 0, 0, 0
-    least = forward.least_piece_tiles(problem, config.tile_k)
+    least = least_piece_tiles(problem, config.tile_k)
     begin = _begin_of_tiles(least, config.tile_k)
-    least_gain = forward.least_gain(problem, config.schedule_rows, config.heads_per_tile, clusters)
+    gain_wanted = least_gain(problem, config.schedule_rows, config.heads_per_tile, clusters)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
     share, shared = 0, None
     if config.cluster == 1 and as_many_queries:
@@ -75,7 +124,7 @@ def split(
         lengths = query_tiles.key_tiles(problem, config.schedule_rows, config.tile_k)
         piece = max(least, -(-heads * sum(lengths) // clusters))
         rows = sum(each > piece for each in lengths)
-        if lengths[0] - piece < max(1, least_gain):
+        if lengths[0] - piece < max(1, gain_wanted):
             return None
         tiles, pieces = heads * rows, -(-heads * sum(lengths[:rows]) // piece)
     else:
@@ -83,10 +132,10 @@ def split(
         tiles = every % clusters
         keys = query_tiles.most_key_tiles(problem, config.tile_k)
         fields = {"consumers": config.consumers, "tile_k": config.tile_k}
-        alone = tiles == every
-        pieces = line_estimate.best_pieces(problem, fields, tiles, clusters, least, alone)
+        line = line_estimate.Line(problem, fields, tiles, clusters, least, tiles == every)
+        pieces = line_estimate.best_pieces(line)
         gain = (pieces - tiles) * keys  # in key tiles, of all pieces
-        if tiles == 0 or pieces <= tiles or gain < least_gain * pieces:
+        if tiles == 0 or pieces <= tiles or gain < gain_wanted * pieces:
             return None
         part = -(-keys // pieces)
         units = pieces * part
@@ -99,7 +148,7 @@ def split(
         rows=rows,
         pieces=pieces if rows else 0,
         least=least,
-        gain=least_gain,
+        gain=gain_wanted,
         begin=0 if rows else begin,
         last_share=share,
     )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import line_estimate, query_tiles
+from rawattn._kernels.sm90.line_estimate import Line
 from rawattn._kernels.sm90.packed_lengths import possible_lengths
 from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, load, of_headdim
 
@@ -172,13 +173,13 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
             all_split = longs + lasts == every
             tiles = _first(tiles, every - longs - lasts)
             length = longs + lasts * share / line_estimate.SHARES
-            sharing = line_estimate.of_weighed(
-                problem, fields, longs + lasts, workers, least, all_split, length
-            )
+            line = Line(problem, fields, longs + lasts, workers, least, all_split)
+            sharing = line_estimate.of_weighed(line, length)
         elif rest := every % workers:
             all_split = rest == every
             tiles = _first(tiles, every - rest)
-            sharing = line_estimate.of_pieces(problem, fields, rest, workers, least, all_split)
+            line = Line(problem, fields, rest, workers, least, all_split)
+            sharing = line_estimate.of_pieces(line)
     if all_split or not every:
         return work.wait + sharing
     products = _end(tiles, workers) + sharing
