@@ -47,7 +47,7 @@ _LEAST_HEADS_MANY_STREAMS, _LEAST_MANY_HEADS_MANY_STREAMS = 512, 1024
 # dim _FEW_COLUMNS) or to read keys once more for each tile (_FEW_STREAMS, beyond that head dim and two tiles' rows).
 _FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
 # The least seqlen_k under a mask that the forward reads as bools (`forward.masks_keys`).
-_LEAST_MASKED = 192
+_LEAST_MASKED = 448
 # More rows than one tile: the most keys of decoding. _WIDE_MAX_KEYS in general; _FEW_COLUMNS_KEYS where the forward has more to
 # find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. Calls
 # without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.

@@ -27,15 +27,14 @@ _PIECES_OVERLAP = 4.5  # exponent of `overlapped`
 # Key tiles by which pieces may be longer where every query tile then has equally many of them.
 _HARDLY_LONGER = 2
 SHARES = 64  # in which a line counts a key tile
-# What a query tile of three consumers counts in a line, in 64ths, by the number of consumers that have rows. With two of them,
-# and between these head dims, weighing loses.
-_LAST_SHARES = {1: 42, 2: 50}
-_WEIGHED_HEADDIMS = ((1, 64), (97, 128))
+# What a query tile of three consumers counts in a line, in 64ths, by the largest head dim and the number of consumers that have
+# rows. Where none is given, and of tiles of two consumers, weighing loses.
+_LAST_SHARES: dict[int, dict[int, int]] = {64: {1: 46, 2: 54}, 96: {}, 128: {1: 42, 2: 50}, 256: {}}
 # Lines are weighed only where that saves this fraction of all tiles, where at least so many tiles for each worker let pieces be
 # few, and from so many keys on.
 _LEAST_SAVING = 0.03
 _LEAST_WEIGHED = 0.25
-_LEAST_WEIGHED_KEYS = 8192
+_LEAST_WEIGHED_KEYS = 4096
 # The time for a key that is read from DRAM on behalf of all SMs, by the largest head dim, in 16-bit elements.
 _DRAM_TIMES = {64: 0.87, 96: 1.17, 128: 1.67, 256: 1.76}
 # Bytes of keys and values that stay in the L2 cache until other blocks read them: half of it, since SMs of both halves of the
@@ -195,13 +194,10 @@ def last_share(
         return 0
     if not problem.plain_scores or problem.window_left is not None:
         return 0
-    wide = max(problem.headdim, problem.headdim_v)
-    if not any(low <= wide <= high for low, high in _WEIGHED_HEADDIMS):
-        return 0
     if heads in (3, 6, 12):
         return 0  # each consumer has all rows of some heads
     tiles, rest = divmod(problem.max_seqlen_q, 64 * consumers // heads)
-    share = _LAST_SHARES.get(-(-rest * heads // 64), 0) if tiles else 0
+    share = of_headdim(_LAST_SHARES, problem).get(-(-rest * heads // 64), 0) if tiles else 0
     pays = share and _weighing_pays(problem, tile_k, heads, tiles, share, workers, least)
     return share if pays else 0
 
