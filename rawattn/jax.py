@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import rawattn
 from rawattn._call.hints import no_attribute
-from rawattn._jax.attention import attention
+
+try:
+    from rawattn._jax.attention import attention
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ImportError("rawattn.jax is for JAX, which is not installed: pip install 'jax[cuda13]'") from None
 
 __all__ = ["attention"]
 

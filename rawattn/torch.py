@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import rawattn
 from rawattn._call.hints import no_attribute
-from rawattn._torch.attention import attention
+
+try:
+    from rawattn._torch.attention import attention
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError("rawattn.torch is for PyTorch, which is not installed: pip install torch") from None
 
 __all__ = ["attention", "register_transformers"]
 

@@ -156,3 +156,19 @@ end.set()
 assert os.waitpid(child, 0)[1] == 0, "the child waits for ever"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_gpu_that_cupy_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def get_current_stream(device: int) -> None:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver")
+
+    cuda = SimpleNamespace(
+        get_current_stream=get_current_stream,
+        runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
+    )
+    monkeypatch.setattr(streams, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    with pytest.raises(RuntimeError, match=r"GPU 3, which CuPy cannot use .*Driver.*rawattn info"):
+        streams.compute_stream("jax", 3)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rawattn
@@ -346,3 +347,24 @@ def test_types_are_checked_strictly() -> None:
         [*command, "tests/typing_cases.py"], cwd=root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_long_values_are_cut() -> None:
+    """A message tells what is accepted, however much was passed."""
+    given = names()
+    nested = np.ones((8, 8, 8, 8)).tolist()
+    with pytest.raises(
+        TypeError, match=r"mask: got \[\[\[\[1.0, .*\.\.\. \(list\), expected"
+    ) as refused:
+        rawattn.attention(given["q"], given["k"], given["v"], mask=nested)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_framework_that_is_not_installed(framework: str) -> None:
+    code = f"import sys; sys.modules[{framework!r}] = None; import rawattn.{framework}"
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert f"ImportError: rawattn.{framework} is for " in result.stderr
+    assert "pip install" in result.stderr

@@ -27,6 +27,7 @@ from rawattn._interop.xla import is_traced
 
 _MODULES = ("torch", "jax")  # those of this package that `import rawattn` leaves out
 ACCEPTED_WINDOW = "a tuple (left, right) of ints >= 0, or None for an unbounded side"
+_MOST_SHOWN = 120  # characters of a value in a message
 Shape = Sequence[int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -183,6 +184,12 @@ def layout_advice(obj: object) -> str:
     )
 
 
+def short(value: Any) -> str:
+    """The `repr` of a value on one line, cut where it is long: nested lists alone would fill pages."""
+    text = " ".join(reprlib.repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
 def window_end(value: Any) -> int | None:
     """One end of `window`: an int >= 0, or None for an unbounded side.
 
@@ -192,7 +199,7 @@ def window_end(value: Any) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         # Arrays are shown by type only: their contents may be on a GPU.
-        shown = "" if hasattr(value, "__dlpack__") else f"{reprlib.repr(value)} "
+        shown = "" if hasattr(value, "__dlpack__") else f"{short(value)} "
         fix = (
             "; under jax.jit it is a constant: name it in static_argnames='window'"
             if is_traced(value)

@@ -8,7 +8,6 @@ of the keys by which prepared calls are found (`structural`).
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
@@ -17,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from rawattn._call import option_advice
-from rawattn._call.hints import ACCEPTED_WINDOW, window_end
+from rawattn._call.hints import ACCEPTED_WINDOW, short, window_end
 from rawattn._interop.integers import import_integers
 
 if TYPE_CHECKING:
@@ -295,7 +294,7 @@ def backend(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in ("cuda", "cpu")):
         return value
     error = ValueError if isinstance(value, str) else TypeError
-    shown = for_message(value) if hasattr(value, "__dlpack__") else reprlib.repr(value)
+    shown = for_message(value) if hasattr(value, "__dlpack__") else short(value)
     raise error(f"backend: got {shown}; accepted are 'cuda', 'cpu' and None")
 
 
@@ -312,4 +311,4 @@ def for_message(value: Any) -> str:
     """A value in short form, for a message. Arrays are shown by type and shape: their contents may be on a GPU."""
     if hasattr(value, "__dlpack__"):
         return f"a {type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
-    return f"{' '.join(reprlib.repr(value).split())} ({type(value).__name__})"
+    return f"{short(value)} ({type(value).__name__})"

@@ -67,7 +67,13 @@ def current_stream(framework: str, device: int) -> int | None:
 
 def compute_stream(framework: str, device: int) -> cupy.cuda.Stream:
     """The stream for work on arrays of `framework`, as a CuPy stream: torch's current one for torch, else CuPy's."""
-    current = import_cupy().cuda.get_current_stream(device)
+    cupy = import_cupy()
+    try:
+        current = cupy.cuda.get_current_stream(device)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(
+            f"got arrays on GPU {device}, which CuPy cannot use ({error}); `rawattn info` says what to do"
+        ) from error
     wanted: int = torch_stream()(device) if framework == "torch" else current.ptr
     return current if wanted == current.ptr else external(wanted)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from transformers import AttentionInterface, masking_utils
 
 from rawattn import SeqLayout
+from rawattn._call.hints import short
 from rawattn._torch.attention import attention
 
 
@@ -68,7 +68,7 @@ class MaskSpec:
 def register(name: str) -> None:
     if not isinstance(name, str):
         raise TypeError(
-            f"name: got {reprlib.repr(name)} ({type(name).__name__}), expected a str, as in "
+            f"name: got {short(name)} ({type(name).__name__}), expected a str, as in "
             'register_transformers("rawattn")'
         )
     AttentionInterface.register(name, forward)
