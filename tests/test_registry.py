@@ -112,7 +112,7 @@ def test_few_rows_under_a_mask(
         assert sm90_forward.choose(problem, H200, Operands()).stream_k == (batch == 1)
 
 
-@pytest.mark.parametrize(("keys", "family"), [(191, "sm90"), (192, "decode")])
+@pytest.mark.parametrize(("keys", "family"), [(447, "sm90"), (448, "decode")])
 def test_few_rows_under_a_mask_of_keys(keys: int, family: str) -> None:
     """Decoding needs the mask packed into bits, so the forward takes calls with a mask of few keys."""
     problem = replace(CALL_OF_MANY, nheads_q=4, nheads_kv=4, rows_k=keys, max_seqlen_k=keys)
