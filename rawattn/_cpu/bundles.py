@@ -101,7 +101,9 @@ def divide_batch(
                 bundle = _of_rows(lengths, some, *shape)
             else:
                 bundle = _of_batch(_entries(some), *shape)
-            bundles.append(bundle._replace(first_query=first_query, first_key=first_key))
+            if first_query or first_key:
+                bundle = bundle._replace(first_query=first_query, first_key=first_key)
+            bundles.append(bundle)
     return bundles, spans
 
 
@@ -148,14 +150,17 @@ def _entries(members: list[int]) -> slice | list[int]:
 
 
 def _of_rows(lengths: HostLengths, members: list[int], len_q: int, len_k: int) -> Bundle:
-    rows = _in_row(lengths.start_q[members], len_q)
-    keys = _in_row(lengths.start_k[members], len_k)
+    rows = _in_row(lengths.start_q, members, len_q)
+    keys = _in_row(lengths.start_k, members, len_k)
     return Bundle(rows, keys, members, len(members), len_q, len_k)
 
 
-def _in_row(starts: NDArray[np.int64], length: int) -> Rows:
-    first, count = int(starts[0]), len(starts)
-    if count == 1 or (np.diff(starts) == length).all():
+def _in_row(starts: NDArray[np.int64], members: list[int], length: int) -> Rows:
+    first, count = int(starts[members[0]]), len(members)
+    if count == 1:
+        return Rows((None, slice(first, first + length)), None)
+    starts = starts[members]
+    if (np.diff(starts) == length).all():
         return Rows(slice(first, first + count * length), (count, length))
     return Rows(starts[:, None] + np.arange(length), None)
 
