@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             _list()
     except OSError as error:
-        print(f"rawattn cache: {error}", file=sys.stderr)
+        print(f"rawattn cache: {error}; RAWATTN_CACHE_DIR names the directory", file=sys.stderr)
         return 1
     return 0
 
