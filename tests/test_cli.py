@@ -331,6 +331,7 @@ def test_cache_that_cannot_be_listed(rawattn_command: Output, kernel_cache: Path
         assert rawattn_command(*argv, status=1) == ""
         assert "rawattn cache: " in rawattn_command.err
         assert str(kernel_cache) in rawattn_command.err
+        assert "RAWATTN_CACHE_DIR" in rawattn_command.err
     shown = facts(rawattn_command("info"))
     assert str(kernel_cache) in shown["kernel cache"]
     assert f"not writable ({kernel_cache}: Not a directory)" in shown["cache access"]
