@@ -15,7 +15,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "jax":
         raise
-    raise ImportError("rawattn.jax is for JAX, which is not installed: pip install 'jax[cuda13]'") from None
+    raise ImportError(
+        "rawattn.jax is for JAX, which is not installed: pip install 'jax[cuda13]'"
+    ) from None
 
 __all__ = ["attention"]
 

@@ -15,7 +15,9 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise ImportError("rawattn.torch is for PyTorch, which is not installed: pip install torch") from None
+    raise ImportError(
+        "rawattn.torch is for PyTorch, which is not installed: pip install torch"
+    ) from None
 
 __all__ = ["attention", "register_transformers"]
 

@@ -148,9 +148,9 @@ struct StreamLine {
   }
   DEVICE static unsigned quotient_up(unsigned x, unsigned y) { return (x + y - 1) / y; }
 
-  // Finds the item at an index. rest_end: that of the item before it in its piece, or negative for a piece's first item.
-  // Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are the item's units
-  // in it.
+  // Finds the item at an index. rest_end: that of the item before it in its piece, or negative for a piece's first
+  // item. Returns the index of the item's query tile in the schedule. If the query tile is split, `keys` are the item's
+  // units in it.
   DEVICE int64 find(WorkItem& work, int64 index, int rest_end) const {
     work.rest_end = -1;
     work.whole = true;
