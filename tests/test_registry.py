@@ -212,6 +212,23 @@ def family_of(
     return registry.choose("paged_attention", problem, H200, operands).name
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "headdim", "family"),
+    [
+        # rows, four heads on a kv head each
+        (1, 300, 256, "decode"),
+        (4, 511, 256, "sm90"),
+        (4, 512, 256, "decode"),
+        (4, 100, 128, "decode"),
+        (8, 767, 64, "sm90"),
+        (8, 768, 64, "decode"),
+    ],
+)
+def test_few_rows_on_pages(rows: int, keys: int, headdim: int, family: str) -> None:
+    dims = {"headdim": headdim, "headdim_v": headdim}
+    assert family_of(4, rows, keys, 16, **dims) == family
+
+
 def test_a_call_imports_what_it_asks_alone() -> None:
     """What Python takes to make the classes of other families is most of the first call's time."""
     program = """

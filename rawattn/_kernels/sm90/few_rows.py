@@ -16,11 +16,11 @@ from rawattn._kernels.sm90 import forward
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
 
-# The least seqlen_k for which decoding is the faster kernel, in calls without pages and mask. First for more rows than
-# TILE_ROWS: up to head dim _FEW_COLUMNS; beyond it; and at any head dim with a bias, ALiBi, a score function or a soft cap.
+# The least seqlen_k for which decoding is the faster kernel, in calls without a mask. First for more rows than TILE_ROWS: up to
+# head dim _FEW_COLUMNS; beyond it; and at any head dim, of keys in rows, with a bias, ALiBi, a score function or a soft cap.
 _LEAST_WIDE_NARROW, _LEAST_WIDE, _LEAST_WIDE_SCORED = 768, 1024, 128
-# Then for up to TILE_ROWS rows. Columns: (largest head dim, most rows, least seqlen_k). The first line that admits the call
-# decides. _LEAST_KEYS_FEW_STREAMS holds while every stream can have a block of its own, at two blocks an SM;
+# Then for up to TILE_ROWS rows, of keys in rows. Columns: (largest head dim, most rows, least seqlen_k). The first line that
+# admits the call decides. _LEAST_KEYS_FEW_STREAMS holds while every stream can have a block of its own, at two blocks an SM;
 # _LEAST_KEYS_MANY_STREAMS where there are more streams.
 _LEAST_KEYS_FEW_STREAMS = (
     (96, 16, 96),
@@ -37,11 +37,14 @@ _LEAST_KEYS_MANY_STREAMS = (
     (128, 16, 512),
     (256, 16, 1024),
 )
-# Then for up to TILE_ROWS rows that are one query of at least _MANY_HEADS heads: up to head dim WIDE_TILE_HEADDIM; beyond it.
-# Such heads are one row each in a tile of decoding, and 16 rows each in a tile of the forward. Where there are more streams:
-# for up to TILE_ROWS / 2 such rows; for more.
+# Then, likewise, for up to TILE_ROWS rows that are one query of at least _MANY_HEADS heads: up to head dim WIDE_TILE_HEADDIM;
+# beyond it. Such heads are one row each in a tile of decoding, and 16 rows each in a tile of the forward. Where there are more
+# streams: for up to TILE_ROWS / 2 such rows; for more.
 _MANY_HEADS, _LEAST_MANY_HEADS, _LEAST_MANY_WIDE_HEADS = 7, 96, 320
 _LEAST_HEADS_MANY_STREAMS, _LEAST_MANY_HEADS_MANY_STREAMS = 512, 1024
+# Then for more than TILE_ROWS / 2 and up to TILE_ROWS rows beyond head dim WIDE_TILE_HEADDIM, of keys in pages. For other such
+# calls in pages it is 0.
+_LEAST_WIDE_PAGED = 512
 # One query with more rows than one tile: decoding is the faster kernel up to this many streams for each SM. With so few, the
 # forward takes longer to find and begin its tiles than decoding takes to compute in small tiles (_NARROW_STREAMS, up to head
 # dim _FEW_COLUMNS) or to read keys once more for each tile (_FEW_STREAMS, beyond that head dim and two tiles' rows).
@@ -80,7 +83,7 @@ def are_few(problem: Problem, target: Target) -> bool:
     listed = problem.pages is not None or problem.mask is not None
     forward_has_more_work = listed or _changes_scores(problem)
     tiles, forward_tiles = decode_tiles.sharing_keys(problem), _forward_tiles(problem)
-    if not listed and keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
+    if keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
         return False
     if rows <= TILE_ROWS or tiles < forward_tiles:
         return True
@@ -111,7 +114,13 @@ def are_few(problem: Problem, target: Target) -> bool:
 def _least_keys(problem: Problem, target: Target) -> int:
     rows = problem.max_seqlen_q * problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
-    if _changes_scores(problem):
+    scored = _changes_scores(problem)
+    if problem.mask is not None:
+        return 0
+    if problem.pages is not None and (scored or rows <= TILE_ROWS):
+        wide = dim > WIDE_TILE_HEADDIM and 2 * rows > TILE_ROWS
+        return _LEAST_WIDE_PAGED if wide and not scored else 0
+    if scored:
         return _LEAST_WIDE_SCORED if rows > TILE_ROWS else 0
     if rows > TILE_ROWS:
         return _LEAST_WIDE_NARROW if dim <= _FEW_COLUMNS else _LEAST_WIDE
