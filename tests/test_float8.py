@@ -93,6 +93,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"v_scale": 1e-60}, ValueError, "v_scale: got 1e-60"),
     ({"v_scale": 1e60}, ValueError, "v_scale: got 1e+60"),
     ({"v_scale": float("nan")}, ValueError, "v_scale: got nan"),
+    ({"k_scale": 1e-50}, ValueError, "k_scale: got 1e-50 (float), which is 0.0 in float32, expected"),
     ({"k_scale": "1"}, TypeError, "k_scale: got '1' (str), expected a finite number above 0"),
     ({"k_scale": True}, TypeError, "k_scale: got True (bool)"),
     ({"k_scale": [1.0, 1.0]}, TypeError, "k_scale: got [1.0, 1.0] (list)"),

@@ -199,12 +199,12 @@ def window_end(value: Any) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         # Arrays are shown by type only: their contents may be on a GPU.
-        shown = "" if hasattr(value, "__dlpack__") else f"{short(value)} "
-        fix = (
-            "; under jax.jit it is a constant: name it in static_argnames='window'"
-            if is_traced(value)
-            else ""
-        )
+        shown, fix = f"{short(value)} ", ""
+        if hasattr(value, "__dlpack__"):
+            shown = ""
+            fix = "; pass numbers, as by window=(int(left), int(right))"
+        if is_traced(value):
+            fix = "; under jax.jit it is a constant: name it in static_argnames='window'"
         raise TypeError(
             f"window: got {shown}({type(value).__name__}), expected {ACCEPTED_WINDOW}{fix}"
         )

@@ -206,6 +206,7 @@ _PAGE_GROUPS: dict[str, str] = {
     ),
     "write k_scale=": "k_descale",
     "write v_scale=": "v_descale",
+    "give it to rawattn.paged_attention: new rows are stored as they are": "scale",
     "call rawattn.append_kv(..., rotary=(cos, sin))": "rotary_cos rotary_sin cos sin freqs_cis",
     "leave it out: rawattn.append_kv(..., seqlen_k=..., rotary=(cos, sin)) turns new rows by their positions": "position_ids",
     "call rawattn.append_kv(..., rotary=(cos, sin), interleaved=...)": "rotary_interleaved",

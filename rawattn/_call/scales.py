@@ -58,7 +58,8 @@ def read(named: Mapping[str, Any]) -> Scales:
         with np.errstate(over="ignore", under="ignore"):
             single = found.astype(np.float32)
         if not (np.isfinite(single) and single > 0):
-            raise ValueError(f"{name}: got {for_message(value)}, expected {_ACCEPTED}")
+            rounded = f", which is {single} in float32" if np.isfinite(found) and found > 0 else ""
+            raise ValueError(f"{name}: got {for_message(value)}{rounded}, expected {_ACCEPTED}")
         numbers[name] = int(single.view(np.uint32))
     return Scales(arrays, numbers)
 

@@ -110,7 +110,7 @@ def _slopes_advice(shape: tuple[int, ...], expected: tuple[tuple[int, ...], ...]
         # Only where it leaves the order of heads and sequences as it is.
         if [n for n in shape if n > 1] == [n for n in wanted if n > 1]:
             return f"pass alibi_slopes.reshape{wanted}"
-    return "pass a slope for each query head, none for a head of the keys"
+    return "pass a slope for each query head"
 
 
 def _sink_logits(name: str, array: Any, shapes: Shapes, lengths: Lengths) -> ArrayForm:

@@ -296,7 +296,11 @@ def _check_name(argument: str, name: str) -> None:
         raise ValueError(
             f"{argument}: got a captured {name!r}, but the language has this name itself; capture it by another one"
         )
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name) or keyword.iskeyword(name):
+    if keyword.iskeyword(name):
+        raise ValueError(
+            f"{argument}: got a captured {name!r}, expected a name that is no keyword of Python; capture it by another one"
+        )
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
         raise ValueError(
             f"{argument}: got a captured {name!r}, expected a name of letters, digits and underscores"
         )
