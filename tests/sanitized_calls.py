@@ -46,6 +46,7 @@ from tests.tiles import (
     sharing_in_clusters,
     tensor_stores,
     tile_shapes,
+    whole_tiles,
 )
 from tests.verify import verify
 
@@ -165,7 +166,13 @@ def matrix() -> list[Step]:
             knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 2}
             around = sharing_in_clusters if n else sharing
             steps.append(Step(dense("shared", 1, 500, 600 + n, **knobs), around=around))
+    # Tiles with rows for one consumer, whole and split.
+    for headdim, window in ((64, None), (96, (600, None)), (128, None), (192, None), (256, None)):
+        case = dense("one-consumer", 1, 256 + 20, 700, **one, headdim=headdim, window=window)
+        steps.append(Step(case, around=whole_tiles))
     knobs = {"nheads_q": 8, "nheads_kv": 2, "causal": True}
+    split = dense("one-consumer-split", 1, 3 * 48 + 10, 12_000, **knobs, headdim=128)
+    steps.append(Step(split, around=sharing))
     steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=sharing))
     steps.append(Step(dense("by-length", 1, 1200, 1200, **knobs), around=sharing_by_length))
     for headdim in (40, 64, 128):
@@ -334,7 +341,7 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged(lens, 16, rows=90), "sm90", mask=blocky(4, 1, 90, 700)),
         partial(check_pages, paged(lens, 256, rows=3, heads=(8, 2), dims=(66, 66))),
         partial(check_pages, paged((1500, 1100), 16, rows=20, heads=(8, 2), dims=(128, 128))),
-        partial(check_pages, paged((700, 33), 16, heads=(37, 1), dims=(128, 128)), causal=True),
+        partial(check_pages, paged((1100, 33), 16, heads=(37, 1), dims=(128, 128)), causal=True),
         partial(check_pages, paged((15000, 70), 16, heads=(2, 1), dims=(64, 64))),
         partial(check_pages, paged((90,) * 40, 16, rows=1, heads=(8, 8), dims=(64, 64))),
         partial(

@@ -107,14 +107,14 @@ def tile(
         ((1, 2048, 10240, (32, 8), 128, True, 16), "3 x 80, shared"),
         ((1, 512, 8704, (32, 8), 128, True), "2 x 128"),
         ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
-        # Of three consumers two have no rows in each head's last tile, which counts less in a line.
+        # Each head's last tile has rows for one of three consumers, which share its keys. It counts less in a line.
         ((8, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
         ((8, 256, 8448, (32, 8), 128, True, 16), "3 x 80, shared"),
         ((16, 128, 8448, (32, 8), 128, True), "3 x 80, shared"),
         ((11, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
-        # A line would take as long as whole tiles of two, which fit.
-        ((4, 256, 8448, (32, 8), 128, True), "2 x 128"),
-        ((8, 256, 4096, (32, 8), 128, True), "2 x 128"),
+        ((4, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
+        ((8, 256, 4096, (32, 8), 128, True), "3 x 64, shared"),
+        ((8, 100, 16384, (16, 2), 128, False), "3 x 80, shared"),
         ((16, 192, 16384, (32, 8), 128, True), "3 x 80"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
         # Few rows on some thousand keys: tiles that would leave most SMs idle are split by keys, whatever the number of tiles.
@@ -122,9 +122,8 @@ def tile(
         ((2, 76, 6813, (8, 8), 256, False), "1 x 64, shared"),
         ((1, 64, 4096, (32, 8), 64, True, 16), "1 x 128, shared"),
         ((1, 16, 32768, (64, 8), 256, True, 16), "1 x 64, shared"),
-        ((64, 16, 2048, (32, 8), 128, True, 16), "1 x 128"),
         # Not split: the pieces would read other keys than their neighbours at any time, together more than the L2 cache holds.
-        ((8, 100, 16384, (16, 2), 128, False), "2 x 128"),
+        ((64, 16, 2048, (32, 8), 128, True, 16), "3 x 80"),
         # Short sequences: large tiles would leave consumers without rows, or parts of key tiles without keys.
         ((128, 128, 128, (16, 16), 64, False), "2 blocks 2 x 48"),
         ((2, 4096, 77, (10, 10), 64, False), "4 blocks 1 x 48"),

@@ -165,6 +165,18 @@ def usual_tiles() -> Iterator[None]:
 
 
 @contextmanager
+def whole_tiles() -> Iterator[None]:
+    """Make calls take Hopper's forward, with query tiles of the usual shape, and whole ones."""
+    with (
+        only("sm90"),
+        usual_tiles(),
+        mock.patch.object(stream_k, "may_split_keys", return_value=False),
+        nothing_prepared(),
+    ):
+        yield
+
+
+@contextmanager
 def tensor_stores() -> Iterator[None]:
     """Make Hopper's forward store its output by TMA where it can and where there is room: at head dims up to 128."""
     with ExitStack() as stack:

@@ -11,6 +11,9 @@
 // and values and multicasts it to all: in a cluster of two, half of what a block needs is read from L2 by its
 // neighbour.
 //
+// The last query tile of a sequence may have rows for one consumer alone. Then all consumers work on these rows, each
+// on other keys (sm90/forward_shared_keys.cuh).
+//
 // With kStreamK, the last query tiles, too few to occupy all blocks, are split by keys (stream-K), and their partial
 // results are merged (sm90/forward_merge.cuh).
 //
@@ -35,6 +38,7 @@
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_ramp.cuh"
 #include "sm90/forward_random.cuh"
+#include "sm90/forward_shared_keys.cuh"
 #include "sm90/forward_store.cuh"
 #include "sm90/hidden_values.cuh"
 
@@ -81,7 +85,6 @@ DEVICE float softmax_scale(float scale) {
 DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMemory& s, int index) {
   const ForwardParams& p = params.forward;
   Consumer self(s, index);
-  const unsigned long long first_queries = ptx::wgmma_descriptor(s.queries[0] + index * 64 * 128, 0);
   const float scale_log2 = softmax_scale(p.scores.scale);
   Ring<2> slot;
   Ring<kQuerySlots> queries;
@@ -92,14 +95,18 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     if (!work.exists) break;
     const Keys key_tiles = key_tiles_of(p, work);
     const TileSpan span = span_of_item(key_tiles, work);
-    // [first, last]: the query rows that this consumer's 64 rows of the tile belong to.
+    // Through a shuffle: what follows from it lies in uniform registers then.
+    if constexpr (kSharesKeys) self.stride = target::wave_uniform(shares_keys(work, span) ? kConsumers : 1);
+    const bool shares = kSharesKeys && self.stride > 1;
+    const int tile_first = shares ? 0 : index * 64;  // the first of this consumer's 64 rows of the tile
+    // [first, last]: the query rows that these rows belong to.
     constexpr int kRows = Rows::kQueryRowsOfConsumer;
-    const int first = first_query(work) + (kRows == kTileQ ? 0 : tile_row(index * 64).row);
+    const int first = first_query(work) + (kRows == kTileQ ? 0 : tile_row(tile_first).row);
     const int last = last_query(work, first);
-    const TileRow own = tile_row(index * 64 + self.warp * 16);
-    const int first_row = first_row_of(work, index * 64 + self.warp * 16, own);
+    const TileRow own = tile_row(tile_first + self.warp * 16);
+    const int first_row = first_row_of(work, tile_first + self.warp * 16, own);
     const auto own_tiles = key_tiles.of_rows<kRows>(first, last);
-    const TileSpan mine = kept_of_item(seen_of_item(own_tiles, key_tiles, span), work);
+    const TileSpan mine = shares ? span : kept_of_item(seen_of_item(own_tiles, key_tiles, span), work);
 
     const int head = work.head + own.head;
     ScoreRule rule(p, work.sequence, head, work.q.length, work.k.length, own_tiles.visible.offset);
@@ -156,30 +163,40 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       to_operands(probabilities, scores);
     };
 
-    const unsigned long long q = Consumer::of_slot<kQueryBytes>(first_queries, queries.slot);
+    const unsigned long long q =
+        Consumer::of_slot<kQueryBytes>(ptx::wgmma_descriptor(s.queries[0] + tile_first * 128, 0), queries.slot);
+    const auto leave_queries = [&] {
+      self.release(&s.queries_empty[queries.slot]);
+      queries.advance();
+    };
     UNROLL for (int d = 0; d < kOutBlocks; d++) o[0][d] = C{};
     if (has_tiles(span)) ptx::mbarrier_wait(&s.queries_full[queries.slot], queries.parity);
 #pragma unroll 1
     for (int n = span.begin; n < mine.begin; n++) self.skip_tile();
-    if (mine.begin < mine.end) {
+    int n = mine.begin;
+    if (shares) {
+      self.begin_shared();
+      n += index;
+    }
+    if (n < mine.end) {
       {
         C scores[1][kKeyBlocks];
         self.wait_for_keys();
         self.take_turn();
-        self.start_scores(scores, q, is_beyond(own_tiles, mine.begin));
+        self.start_scores(scores, q, is_beyond(own_tiles, n));
         report_before(params, work);
-        random.beside_scores(dropout, first_row, own_tiles.first_key(mine.begin), self.lane);
-        prepare(mine.begin);
+        random.beside_scores(dropout, first_row, own_tiles.first_key(n), self.lane);
+        prepare(n);
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(scores[0]);
         self.pass_turn();
         self.release_keys();
-        finish(scores, mine.begin);
-        random.beside_exponentials(dropout, first_row, own_tiles.first_key(mine.begin), self.lane);
+        finish(scores, n);
+        random.beside_exponentials(dropout, first_row, own_tiles.first_key(n), self.lane);
         exponentiate(scores);
       }
 #pragma unroll 1
-      for (int n = mine.begin + 1; n < mine.end; n++) {
+      for (n += self.stride; n < mine.end; n += self.stride) {
         C scores[1][kKeyBlocks];
         self.wait_for_keys();
         self.take_turn();
@@ -206,8 +223,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         exponentiate(scores);
         if (moved) softmax.rescale(o);
       }
-      self.release(&s.queries_empty[queries.slot]);
-      queries.advance();
+      if (!shares) leave_queries();
       self.wait_for_values();
       mask.clear(s, self.values.slot, index);
       past_end.clear(s, self.values.slot, index);
@@ -219,14 +235,22 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       report_before(params, work);
       if (has_tiles(span)) {
         target::wave_sync();
-        self.release(&s.queries_empty[queries.slot]);
-        queries.advance();
+        leave_queries();
       }
     }
+    if (shares) {
+      self.end_shared(n - span.end);
+      merge_consumers(s.queries[queries.slot], index, self.warp, self.lane, o, softmax);
+      leave_queries();
+    } else {
 #pragma unroll 1
-    for (int n = mine.end; n < span.end; n++) self.skip_tile();
-    bool nan;  // whether the lane's part of the stored output may have one
-    if (is_whole(work)) {
+      for (n = mine.end; n < span.end; n++) self.skip_tile();
+    }
+    bool nan = false;  // whether the lane's part of the stored output may have one
+    if (!is_whole(work)) {
+      softmax.divide(o, output_factor(p, head));
+      nan = store_partial(params, work, o, softmax);
+    } else if (!shares || index == 0) {
       if constexpr (kSinkLogits) {
         softmax.add_sink(per_head(p.sink_logits, work.sequence, head) * Exponent::kUnit);
         softmax.rescale(o);
@@ -234,9 +258,6 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       softmax.divide(o, output_factor(p, head));
       store<kTensorStores>(params, maps, s, work, o, softmax, head, first_row, self.lane);
       nan = has_hidden_nan(o);
-    } else {
-      softmax.divide(o, output_factor(p, head));
-      nan = store_partial(params, work, o, softmax);
     }
     if (kHidesFromSome && target::wave_any(nan)) rewrite_nan(p, work);
     // Every thread arrives, since each of them has read the work slot up to here.
@@ -245,17 +266,6 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   }
   // TMA may still be reading the output from this block's shared memory.
   if constexpr (kTensorStores) ptx::wait_stores_read();
-}
-
-// Zeroes the last rows of the query tiles, which belong to no query where heads are interleaved. No load ever writes
-// them, so they would hold arbitrary bits. Called by all threads; a block barrier must follow.
-DEVICE void clear_last_rows(SharedMemory& s) {
-  constexpr int kEach = (kTileRows - kTileQ * kHeadsPerTile) * 128 / 16;  // pieces of 16 bytes in a block of columns
-  for (int n = target::thread_index(); n < kQuerySlots * kBlocksQk * kEach; n += kThreads) {
-    unsigned char* const block = s.queries[0] + n / kEach * (kTileRows * 128);
-    reinterpret_cast<Chunk<16>*>(block + kTileQ * kHeadsPerTile * 128)[n % kEach] = Chunk<16>{};
-  }
-  ptx::fence_async_proxy();
 }
 
 }  // namespace forward
@@ -293,7 +303,9 @@ KERNEL CLUSTER(forward::kCluster)
     maps.prefetch();
     if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
   }
-  if constexpr (kInterleaved) clear_last_rows(shared);
+  if constexpr (kInterleaved) {
+    for (auto& queries : shared.queries) clear_last_rows(queries, target::thread_index(), kThreads);
+  }
   Slopes<kRamp>::write_keys(shared);
   target::launch_dependents();
   if constexpr (kPaged) {

@@ -329,6 +329,17 @@ DEVICE int first_query(const WorkTile& work) { return work.tile * kClusterQ + ra
 
 DEVICE TileRow tile_row(int n) { return Rows::at(n); }
 
+// Zeroes the last rows of a query tile, which belong to no query where heads are interleaved. No load ever writes them,
+// so they would hold arbitrary bits. Called by several threads, each with its number; they must meet afterwards.
+DEVICE void clear_last_rows(unsigned char* queries, int thread, int threads) {
+  constexpr int kEach = (kTileRows - kTileQ * kHeadsPerTile) * 128 / 16;  // pieces of 16 bytes in a block of columns
+  for (int n = thread; n < kBlocksQk * kEach; n += threads) {
+    unsigned char* const block = queries + n / kEach * (kTileRows * 128);
+    reinterpret_cast<Chunk<16>*>(block + kTileQ * kHeadsPerTile * 128)[n % kEach] = Chunk<16>{};
+  }
+  ptx::fence_async_proxy();
+}
+
 // The number of a warp's first row, which is row n of the tile; the warp's other rows follow it. It is that of the
 // query row in the sequence, since a warp has rows of one head alone. Where heads are interleaved it is n.
 DEVICE int first_row_of(const WorkTile& work, int n, const TileRow& own) {

@@ -7,6 +7,7 @@
 #include "sm90/forward_bias_rows.cuh"
 #include "sm90/forward_block.cuh"
 #include "sm90/forward_ramp.cuh"
+#include "sm90/forward_shared_keys.cuh"
 
 namespace forward {
 
@@ -16,6 +17,8 @@ struct Consumer {
   const unsigned long long first_keys, first_values;  // wgmma descriptors of the rings' first slots
   const unsigned shared;                              // address of s in shared memory
   Ring<kStages> keys, values;
+  // From one key tile that this consumer computes to its next: 1, or kConsumers where consumers share key tiles.
+  int stride = 1;
   OwnBias bias;
   Slopes<kRamp> slopes;
 
@@ -88,24 +91,33 @@ struct Consumer {
   DEVICE void release(ptx::Mbarrier* barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
+  // Whether this lane gives back a slot of keys or values. One lane does so for each consumer that this one acts for.
+  DEVICE bool gives_back() const { return kSharesKeys ? lane < stride : lane == 0; }
+  DEVICE void advance(Ring<kStages>& ring) const {
+    if constexpr (kSharesKeys) {
+      ring.advance_by(stride);
+    } else {
+      ring.advance();
+    }
+  }
   // Gives a slot of keys or values back to every block of the cluster, since each of them loads a part of it.
   DEVICE void release_keys() {
     if constexpr (kCluster == 1) {
-      if (lane == 0) ptx::mbarrier_arrive<kKeysEmpty>(keys_barriers());
+      if (gives_back()) ptx::mbarrier_arrive<kKeysEmpty>(keys_barriers());
     } else {
       if (lane < kCluster) ptx::mbarrier_arrive_at(&s.keys_empty[keys.slot], lane);
     }
-    keys.advance();
+    advance(keys);
   }
   DEVICE void release_values() {
     if constexpr (kFloat8) {
       ptx::mbarrier_arrive(&s.values_empty[values.slot]);  // every lane arrives: each may have zeroed rows
     } else if constexpr (kCluster == 1) {
-      release(&s.values_empty[values.slot]);
+      if (gives_back()) ptx::mbarrier_arrive(&s.values_empty[values.slot]);
     } else {
       if (lane < kCluster) ptx::mbarrier_arrive_at(&s.values_empty[values.slot], lane);
     }
-    values.advance();
+    advance(values);
   }
   // Passes over a key tile that other consumers need and none of this consumer's rows sees. Its slots may be given back
   // only once they are full and every lane has seen it. An earlier arrival would count for the slot's previous tile:
@@ -121,6 +133,21 @@ struct Consumer {
     wait_for_values();
     target::wave_sync();
     release_values();
+  }
+
+  // Where consumers share key tiles: moves to the first one of this consumer, from the first of all.
+  DEVICE void begin_shared() {
+    keys.advance_by(index);
+    values.advance_by(index);
+  }
+  // Moves to where all consumers go on. past: how many tiles behind the last one this consumer is.
+  DEVICE void end_shared(int past) {
+    if (past < index) {  // it has computed a tile less than the first consumer, and has a turn left
+      take_turn();
+      pass_turn();
+    }
+    keys.retreat_by(past);
+    values.retreat_by(past);
   }
 };
 

@@ -13,6 +13,7 @@
 #include "sm90/forward_key_mask.cuh"
 #include "sm90/forward_page_rows.cuh"
 #include "sm90/forward_pages.cuh"
+#include "sm90/forward_shared_keys.cuh"
 
 namespace forward {
 
@@ -165,6 +166,16 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     // with the queries of the previous tile.
     if (kQuerySlots > 1 && has_tiles(span)) ask_for_queries();
     int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
+    // By how many tiles values come behind keys. Consumers need the values of a tile beside the keys of their next one.
+    const int lag = shares_keys(work, span) ? kConsumers : 1;
+    const auto load_last_values = [&] {
+      if (lag == 1) {
+        load_values(before);
+      } else {
+#pragma unroll 1
+        for (int n = span.end - lag; n < span.end; n++) load_values(key_tiles.first_key(n));
+      }
+    };
     unsigned ticket = 0;
     const int takes_ticket_at = span.end - kTilesLeft > span.begin ? span.end - kTilesLeft : span.begin;
 #pragma unroll 1
@@ -182,10 +193,10 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       loader.load<kStoredBlocksQk>(Landing::keys(s)[keys.slot], array_k, &barriers.keys_full[keys.slot], first_key,
                                    kv_head);
       keys.advance();
-      if (n > span.begin) {
-        load_values(before);
-      } else if (kQuerySlots == 1) {
-        ask_for_queries();
+      if (n == span.begin) {
+        if (kQuerySlots == 1) ask_for_queries();
+      } else if (n - lag >= span.begin) {
+        load_values(lag == 1 ? before : key_tiles.first_key(n - lag));
       }
       // The bias comes after keys and values: consumers read it once the tile's products are running.
       if constexpr (kBiasInBoxes) {
@@ -205,7 +216,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     }
     rest_end = rest_end_of(work);
     if (rest_end >= 0) {
-      if (has_tiles(span)) load_values(before);
+      if (has_tiles(span)) load_last_values();
       // Where values come apart, the keys of the next item would come while values of this one are still needed, which
       // takes longer (docs/notes/hopper-forward.md). They wait until the consumers are done with these queries.
       if constexpr (kValuesApart && kQuerySlots == 1) {
@@ -217,7 +228,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     // Taken no earlier, so that work goes to the block that is done first. It is early enough: the consumers are still
     // busy with tiles that are loaded.
     ticket = leads ? tickets.take() : 0;
-    if (has_tiles(span)) load_values(before);
+    if (has_tiles(span)) load_last_values();
     ticket = tickets.receive(ticket);
     if constexpr (kProducerLanes > 1) {
       if (leads) s.tickets.ticket = ticket;

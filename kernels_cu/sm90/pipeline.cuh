@@ -32,6 +32,21 @@ struct Ring {
       parity ^= 1;
     }
   }
+  // Move by several slots, at most kSlots.
+  DEVICE void advance_by(int slots) {
+    slot += slots;
+    if (slot >= kSlots) {
+      slot -= kSlots;
+      parity ^= 1;
+    }
+  }
+  DEVICE void retreat_by(int slots) {
+    slot -= slots;
+    if (slot < 0) {
+      slot += kSlots;
+      parity ^= 1;
+    }
+  }
 };
 
 // kCount bytes at an address that the 128-byte swizzle of TMA allows; no member for 0.

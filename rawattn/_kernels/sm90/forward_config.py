@@ -9,7 +9,7 @@ from rawattn._compile.compiler import Source
 from rawattn._kernels import features, params
 from rawattn._kernels.features import Features
 from rawattn._kernels.sm90 import bias_slots
-from rawattn._kernels.source import dims
+from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
 
 ENTRY = "rawattn_sm90_forward"
@@ -30,6 +30,9 @@ MOST_MASKED_KEYS = 1024
 # Slots for 8-bit key tiles that wait to be converted, and as many for values (kStoredSlots in the kernel); bytes of a row of
 # the swizzle, in which they lie.
 _STORED_SLOTS, _STORED_ROW_BYTES = 2, 128
+
+# The fewest keys of a query tile, or of its part, for which sharing them saves more than merging takes (`Config.shares_keys`).
+_LEAST_SHARED_KEYS, _LEAST_SHARED_KEYS_PAGED = 448, 1280
 
 # Registers of an SM; the multiple of registers a thread that setmaxnreg takes.
 _REGISTERS, _REGISTER_STEP = 65536, 8
@@ -87,8 +90,7 @@ class Config(Features):
 
     @property
     def run_rows(self) -> int:
-        """Consecutive rows of a tile that belong to one head (kernels_cu/sm90/rows.cuh)."""
-        return self.tile_q if self.tile_q % 64 == 0 or 64 % self.tile_q == 0 else STORE_ROWS
+        return run_rows(self.consumers, self.heads_per_tile)
 
     @property
     def schedule_rows(self) -> int:
@@ -98,6 +100,24 @@ class Config(Features):
     @property
     def section_bytes(self) -> int:
         return SECTION_BYTES
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether all consumers work on a query tile that has rows for one of them alone, each on other keys.
+
+        They do not where more than their products depends on whose rows they are: masks with lists or bits of a tile, a bias in
+        slots, queries that are converted for float8.
+        """
+        if self.bias_stages or self.key_mask or self.block_mask or self.float8:
+            return False
+        if 2 * round_up(self.headdim_v, 16) > self.consumers * round_up(self.headdim, 64):
+            return False  # where the queries were is no room for the output
+        heads = 1 if self.interleaved else self.heads_per_tile
+        return shares_keys(self.consumers, self.stages, self.cluster, heads)
+
+    @property
+    def least_shared_keys(self) -> int:
+        return least_shared_keys(self.paged)
 
     @property
     def threads(self) -> int:
@@ -161,7 +181,7 @@ class Config(Features):
             constants=features.constants(
                 self,
                 *("blocks_per_sm", "producer_registers", "shared_bytes", "most_ordered"),
-                *("most_masked_keys", "carried_words"),
+                *("most_masked_keys", "carried_words", "shares_keys", "least_shared_keys"),
             ),
             score_mod=self.score_mod,
         )
@@ -199,6 +219,33 @@ class Config(Features):
 def rows_of(consumers: int) -> int:
     """Rows of a tile, over all its heads."""
     return 64 * consumers
+
+
+def shares_keys(consumers: int, stages: int, cluster: int, heads: int) -> bool:
+    """Whether the consumers of a block may share key tiles, by the shape of the block: each has slots of its own then.
+
+    heads: as of `first_has_first_rows`.
+    """
+    apart = consumers > 1 and stages % consumers == 0 and cluster == 1
+    return apart and first_has_first_rows(consumers, heads)
+
+
+def least_shared_keys(paged: bool) -> int:
+    return _LEAST_SHARED_KEYS_PAGED if paged else _LEAST_SHARED_KEYS
+
+
+def first_has_first_rows(consumers: int, heads: int) -> bool:
+    """Whether a tile's first consumer has its first query rows of all heads, not all rows of some heads.
+
+    heads: those whose rows share a tile, 1 if they are interleaved.
+    """
+    return heads == 1 or run_rows(consumers, heads) * heads <= 64
+
+
+def run_rows(consumers: int, heads: int) -> int:
+    """Consecutive rows of a tile that belong to one of its heads (kernels_cu/sm90/rows.cuh)."""
+    tile_q = rows_of(consumers) // heads
+    return tile_q if tile_q % 64 == 0 or 64 % tile_q == 0 else STORE_ROWS
 
 
 def blocks_per_sm(consumers: int, consumer_registers: int) -> int:

@@ -28,8 +28,10 @@ _PIECES_OVERLAP = 4.5  # exponent of `overlapped`
 _HARDLY_LONGER = 2
 SHARES = 64  # in which a line counts a key tile
 # What a query tile of three consumers counts in a line, in 64ths, by the largest head dim and the number of consumers that have
-# rows. Where none is given, and of tiles of two consumers, weighing loses.
-_LAST_SHARES: dict[int, dict[int, int]] = {64: {1: 46, 2: 54}, 96: {}, 128: {1: 42, 2: 50}, 256: {}}
+# rows. Where none is given, and of tiles of two consumers, weighing loses. At head dim 128 all consumers share the keys of one
+# that has rows (`Config.shares_keys`). In pages their keys come later.
+_LAST_SHARES: dict[int, dict[int, int]] = {64: {1: 46, 2: 54}, 96: {}, 128: {1: 28, 2: 50}, 256: {}}
+_LAST_SHARES_PAGED = {**_LAST_SHARES, 128: {1: 34, 2: 50}}
 # Lines are weighed only where that saves this fraction of all tiles, where at least so many tiles for each worker let pieces be
 # few, and from so many keys on.
 _LEAST_SAVING = 0.03
@@ -41,7 +43,7 @@ _DRAM_TIMES = {64: 0.87, 96: 1.17, 128: 1.67, 256: 1.76}
 # GPU read them.
 _CACHED_BYTES = 24 << 20
 # Of the keys that others have read before, further apart than that, the fraction that is read from DRAM again.
-_READ_AGAIN = 0.5
+_READ_AGAIN = 0.4
 _LINE_BYTES = 128  # of a line of the L2 cache
 
 
@@ -197,7 +199,8 @@ def last_share(
     if heads in (3, 6, 12):
         return 0  # each consumer has all rows of some heads
     tiles, rest = divmod(problem.max_seqlen_q, 64 * consumers // heads)
-    share = of_headdim(_LAST_SHARES, problem).get(-(-rest * heads // 64), 0) if tiles else 0
+    shares = _LAST_SHARES if problem.pages is None else _LAST_SHARES_PAGED
+    share = of_headdim(shares, problem).get(-(-rest * heads // 64), 0) if tiles else 0
     pays = share and _weighing_pays(problem, tile_k, heads, tiles, share, workers, least)
     return share if pays else 0
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import line_estimate, query_tiles
+from rawattn._kernels.sm90.forward_config import least_shared_keys, rows_of, shares_keys
 from rawattn._kernels.sm90.line_estimate import Line
 from rawattn._kernels.sm90.packed_lengths import possible_lengths
+from rawattn._kernels.sm90.tile_heads import interleaves
 from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, load, of_headdim
 
 # Those for a block that has the few registers of blocks that share an SM, but has the SM to itself. Fewer blocks than may share
@@ -40,6 +42,11 @@ _WINDOW_PACES: dict[int, dict[tuple[int, int], float]] = {
 _MASKED_TILES = 0.25
 # Consumers without rows save this fraction of the time that the tile would save if it did not have them.
 _IDLE_CONSUMER_SAVING = 0.63
+# Consumers that share the keys of one that has rows: the time of a key over that in a tile with rows for all of them, by their
+# number, and what merging takes, in keys.
+_SHARED_PACES, _SHARED_MERGE_KEYS = {2: 0.505, 3: 0.37, 4: 0.315}, 40
+# Such tiles lie among longer ones. So the last block may end later than if all ended at once, by this part of the longest tile.
+_SHARED_WAIT = 0.3
 # A block of a packed batch looks up the place of its first tile. If it has the SM to itself, nothing hides this much of that.
 # `_WINDOW_PACES` were measured with it.
 _LOOKUP_KEYS = 60
@@ -104,6 +111,7 @@ class _Work(NamedTuple):
     time: float
     wait: int
     heads: int
+    shares: bool
 
     @classmethod
     def of(
@@ -144,6 +152,10 @@ class _Work(NamedTuple):
             time=sum(time * count for time, count in tiles),
             wait=_LOOKUP_KEYS if packed and blocks == 1 else 0,
             heads=heads,
+            shares=any(
+                _shares_last(part, fields, heads) and part.max_seqlen_q > rows // heads
+                for part in parts
+            ),
         )
 
     @property
@@ -183,6 +195,8 @@ def _duration(work: _Work, multiprocessors: int, fields: Mapping[str, Any], leas
     if all_split or not every:
         return work.wait + sharing
     products = _end(tiles, workers) + sharing
+    if work.shares and not least:
+        products = max(products, work.time / workers + _SHARED_WAIT * tiles[0][0])
     reading = sum(line_estimate.reading(part, every, every) for part in work.parts)
     reading /= multiprocessors
     if query_tiles.fewest_and_most_keys(problem)[1] >= _LEAST_OVERLAPPED_KEYS:
@@ -241,6 +255,7 @@ def _tiles(
     masked = 0.0 if problem.window_right is None else _MASKED_TILES * tile_k
     # Where all queries see all keys, all tiles but the last are alike.
     alike = problem.window_left is None and problem.window_right is None and tiles > 1
+    shares_last = _shares_last(problem, fields, heads)
     found = []
     for n, alike_ones in (
         [(0, tiles - 1), (tiles - 1, 1)] if alike else [(n, 1) for n in range(tiles)]
@@ -250,6 +265,23 @@ def _tiles(
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
         keys = tile_k * query_tiles.key_tiles_of(problem, first, behind, tile_k) + masked
         time, alone = time_of(consumers, keys), time_of(busy, keys)
-        saved = _IDLE_CONSUMER_SAVING * (time - alone)
-        found.append((time - saved, alike_ones * max(1, round(copies))))
+        least = time - _IDLE_CONSUMER_SAVING * (time - alone)
+        if shares_last and n == tiles - 1:
+            least = time_of(consumers, keys * _SHARED_PACES[consumers]) + _SHARED_MERGE_KEYS
+        found.append((least, alike_ones * max(1, round(copies))))
     return found
+
+
+def _shares_last(problem: Problem, fields: Mapping[str, Any], heads: int) -> bool:
+    """Whether consumers share the keys of the last query tile, as it has rows for one of them alone (`Config.shares_keys`)."""
+    if problem.mask is not None or problem.bias is not None or problem.float8:
+        return False
+    rows = rows_of(fields["consumers"])
+    if (problem.max_seqlen_q - 1) % (rows // heads) * heads >= 64:
+        return False
+    least = least_shared_keys(problem.pages is not None)
+    if query_tiles.fewest_and_most_keys(problem)[1] < least:
+        return False
+    apart = 1 if interleaves(problem, rows) else heads
+    shape = fields["consumers"], fields.get("stages", 1), fields.get("cluster", 1)
+    return shares_keys(*shape, apart)
