@@ -13,7 +13,7 @@ from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode
 from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import tile_heads, tma
+from rawattn._kernels.sm90 import forward_config, tile_heads, tma
 from rawattn._strides import contiguous
 from tests.problems import CALL_OF_MANY, H200
 
@@ -38,6 +38,22 @@ def test_heads_of_a_tile(
     problem = replace(CALL_OF_MANY, nheads_q=group, rows_q=rows, max_seqlen_q=rows)
     assert tile_heads.heads_per_tile(problem, tile_rows) == heads
     assert tile_heads.interleaves(problem, tile_rows) == interleaved
+
+
+@pytest.mark.parametrize(
+    ("consumers", "heads", "first"),
+    [
+        *((3, heads, heads in (1, 2, 4)) for heads in (1, 2, 3, 4, 6, 12)),
+        *((2, heads, heads == 1) for heads in (1, 2, 4, 8)),
+        *((4, heads, heads == 1) for heads in (1, 2, 4, 8, 16)),
+    ],
+)
+def test_consumers_that_have_the_first_rows(consumers: int, heads: int, first: bool) -> None:
+    """Whether the first 64 rows of a tile have rows of all heads, as kernels_cu/sm90/rows.cuh lays them."""
+    tile_q, run = 64 * consumers // heads, forward_config.run_rows(consumers, heads)
+    found = {n // run % heads if run < tile_q else n // run for n in range(64)}
+    assert (found == set(range(heads))) == first
+    assert forward_config.first_has_first_rows(consumers, heads) == first
 
 
 def test_heads_of_a_packed_batch() -> None:

@@ -193,6 +193,31 @@ def test_products_beside_reads() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "keys", "stages", "shared"),
+    [
+        (192 + 64, 2000, 3, True),
+        (192 + 1, 448, 3, True),
+        (192 + 65, 2000, 3, False),  # rows for two consumers
+        (192 + 64, 447, 3, False),  # merging would take longer
+        (192 + 64, 2000, 2, False),  # no slots for each consumer
+    ],
+)
+def test_a_last_tile_whose_keys_consumers_share(
+    rows: int, keys: int, stages: int, shared: bool
+) -> None:
+    """A tile with rows for one of three consumers is estimated to take less than half of another, if they share its keys."""
+
+    def tile(rows: int) -> float:
+        problem = few_rows(1, rows, keys, 2, 2, 128)
+        fields = {"consumers": 3, "tile_k": 64, "stages": stages}
+        times = time_estimate._tiles(problem, fields, 1, 1, 1)
+        return min(time for time, _ in times)
+
+    begin = BEGIN_KEYS[128][3]
+    assert (tile(rows) - begin < 0.5 * (tile(192) - begin)) == shared
+
+
+@pytest.mark.parametrize(
     ("shape", "consumers", "splits"),
     [
         # Tiles of more rows that are split took 0.82 to 0.87 of the time of whole ones.
