@@ -41,9 +41,9 @@ from tests.tiles import (
     clusters,
     large_tiles,
     shared_limit,
-    sharing,
-    sharing_by_length,
-    sharing_in_clusters,
+    splitting,
+    splitting_by_length,
+    splitting_in_clusters,
     tensor_stores,
     tile_shapes,
     whole_tiles,
@@ -164,7 +164,7 @@ def matrix() -> list[Step]:
     for headdim in (64, 96, 128, 192, 256):
         for n, heads in enumerate((2, 12)):
             knobs = {"headdim": headdim, "nheads_q": heads, "nheads_kv": 2}
-            around = sharing_in_clusters if n else sharing
+            around = splitting_in_clusters if n else splitting
             steps.append(Step(dense("shared", 1, 500, 600 + n, **knobs), around=around))
     # Tiles with rows for one consumer, whole and split.
     for headdim, window in ((64, None), (96, (600, None)), (128, None), (192, None), (256, None)):
@@ -172,9 +172,9 @@ def matrix() -> list[Step]:
         steps.append(Step(case, around=whole_tiles))
     knobs = {"nheads_q": 8, "nheads_kv": 2, "causal": True}
     split = dense("one-consumer-split", 1, 3 * 48 + 10, 12_000, **knobs, headdim=128)
-    steps.append(Step(split, around=sharing))
-    steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=sharing))
-    steps.append(Step(dense("by-length", 1, 1200, 1200, **knobs), around=sharing_by_length))
+    steps.append(Step(split, around=splitting))
+    steps.append(Step(dense("shared-causal", 1, 200, 900, **knobs), around=splitting))
+    steps.append(Step(dense("by-length", 1, 1200, 1200, **knobs), around=splitting_by_length))
     for headdim in (40, 64, 128):
         keys = {"nheads_q": 2, "nheads_kv": 1, "headdim": headdim}
         steps.append(Step(dense("lone", 1, 90, 60, **keys), backward=True))
@@ -193,7 +193,7 @@ def matrix() -> list[Step]:
     for headdim in (64, 128, 256):
         steps.append(Step(dense("few", 1, 40, 1500, **knobs, headdim=headdim)))
     lens = (150, 9, 0), (700, 500, 40)
-    steps.append(Step(ragged("shared-ragged", *lens, **knobs, on_device=True), around=sharing))
+    steps.append(Step(ragged("shared-ragged", *lens, **knobs, on_device=True), around=splitting))
     steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
     steps += [
         Step(case, backward=True, around=large_tiles if n % 2 else nullcontext)

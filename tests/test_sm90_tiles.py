@@ -72,7 +72,7 @@ def tile(
     window: int | None = None,
     **scores: Any,
 ) -> str:
-    """The tile that a call on an H200 takes: blocks that share an SM, consumers x keys, "shared" if stream-K splits tiles."""
+    """The tile that a call on an H200 takes: blocks that share an SM, consumers x keys, "split" if stream-K splits tiles."""
     pages = -(-keys // page_size) if page_size else 0
     form = PageForm(page_size, batch * pages, pages, False, "int32") if page_size else None
     problem = Problem(
@@ -94,34 +94,34 @@ def tile(
     assert sm90_forward.supports(problem, H200, operands) is None
     config = sm90_forward.choose(problem, H200, operands)
     blocks = f"{config.blocks_per_sm} blocks " if config.blocks_per_sm > 1 else ""
-    return f"{blocks}{config.consumers} x {config.tile_k}" + ", shared" * config.stream_k
+    return f"{blocks}{config.consumers} x {config.tile_k}" + ", split" * config.stream_k
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
         # Chunks on cached keys: smaller tiles in whole rounds, or stream-K for the tiles behind the whole rounds.
-        ((1, 256, 8448, (32, 8), 128, True), "2 x 128, shared"),
-        ((1, 512, 33280, (32, 8), 128, True), "3 x 80, shared"),
-        ((8, 512, 8704, (32, 8), 128, True, 16), "3 x 80, shared"),
-        ((1, 2048, 10240, (32, 8), 128, True, 16), "3 x 80, shared"),
+        ((1, 256, 8448, (32, 8), 128, True), "2 x 128, split"),
+        ((1, 512, 33280, (32, 8), 128, True), "3 x 80, split"),
+        ((8, 512, 8704, (32, 8), 128, True, 16), "3 x 80, split"),
+        ((1, 2048, 10240, (32, 8), 128, True, 16), "3 x 80, split"),
         ((1, 512, 8704, (32, 8), 128, True), "2 x 128"),
         ((1, 512, 8704, (32, 8), 128, True, 16), "2 x 128"),
         # Each head's last tile has rows for one of three consumers, which share its keys. It counts less in a line.
-        ((8, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
-        ((8, 256, 8448, (32, 8), 128, True, 16), "3 x 80, shared"),
-        ((16, 128, 8448, (32, 8), 128, True), "3 x 80, shared"),
-        ((11, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
-        ((4, 256, 8448, (32, 8), 128, True), "3 x 80, shared"),
-        ((8, 256, 4096, (32, 8), 128, True), "3 x 64, shared"),
-        ((8, 100, 16384, (16, 2), 128, False), "3 x 80, shared"),
+        ((8, 256, 8448, (32, 8), 128, True), "3 x 80, split"),
+        ((8, 256, 8448, (32, 8), 128, True, 16), "3 x 80, split"),
+        ((16, 128, 8448, (32, 8), 128, True), "3 x 80, split"),
+        ((11, 256, 8448, (32, 8), 128, True), "3 x 80, split"),
+        ((4, 256, 8448, (32, 8), 128, True), "3 x 80, split"),
+        ((8, 256, 4096, (32, 8), 128, True), "3 x 64, split"),
+        ((8, 100, 16384, (16, 2), 128, False), "3 x 80, split"),
         ((16, 192, 16384, (32, 8), 128, True), "3 x 80"),
         ((8, 2048, 10240, (32, 8), 128, True, 16), "3 x 80"),
         # Few rows on some thousand keys: tiles that would leave most SMs idle are split by keys, whatever the number of tiles.
-        ((1, 40, 4771, (16, 2), 128, False), "1 x 128, shared"),
-        ((2, 76, 6813, (8, 8), 256, False), "1 x 64, shared"),
-        ((1, 64, 4096, (32, 8), 64, True, 16), "1 x 128, shared"),
-        ((1, 16, 32768, (64, 8), 256, True, 16), "1 x 64, shared"),
+        ((1, 40, 4771, (16, 2), 128, False), "1 x 128, split"),
+        ((2, 76, 6813, (8, 8), 256, False), "1 x 64, split"),
+        ((1, 64, 4096, (32, 8), 64, True, 16), "1 x 128, split"),
+        ((1, 16, 32768, (64, 8), 256, True, 16), "1 x 64, split"),
         # Not split: the pieces would read other keys than their neighbours at any time, together more than the L2 cache holds.
         ((64, 16, 2048, (32, 8), 128, True, 16), "3 x 80"),
         # Short sequences: large tiles would leave consumers without rows, or parts of key tiles without keys.
@@ -221,8 +221,8 @@ def test_tiles_of_unlike_lengths(
 @pytest.mark.parametrize(
     ("rows", "heads", "headdim", "causal", "expected"),
     [
-        (4096, (2, 1), 64, True, "2 x 128, shared"),
-        (16384, (2, 1), 64, True, "3 x 64, shared"),
+        (4096, (2, 1), 64, True, "2 x 128, split"),
+        (16384, (2, 1), 64, True, "3 x 64, split"),
         # With three consumers the longest tile alone would take longer than the whole call with two.
         (8192, (4, 4), 128, True, "2 x 128"),
         (4096, (8, 8), 128, False, "2 x 128"),

@@ -29,7 +29,7 @@ from rawattn._kernels.sm90 import line_estimate, stream_k, tile_choice
 from rawattn._kernels.target import without_device
 from rawattn._runtime import on_gpu
 from rawattn._runtime.verbs import BACKWARD, FORWARD, Verb
-from tests.tiles import clusters, sharing, tensor_stores
+from tests.tiles import clusters, splitting, tensor_stores
 
 HOPPER = without_device("sm_90a")
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,7 +182,7 @@ def test_clusters_where_every_block_has_queries():
     "seqlens",
     [(1, 9000), (300, 8192), (8192, 8192), (9000, 20000), (9, 2**29), (3000, 33000), (1600, 10000)],
 )
-def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
+def test_split_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
     """Stream-K's pieces, cut as in attn/schedule/stream_k.cuh, cover every key tile once, in the slots that there are."""
     for heads, headdim in itertools.product((1, 3, 40, 131), (64, 128, 256)):
         q, k = (np.broadcast_to(np.float16(0), (1, rows, heads, headdim)) for rows in seqlens)
@@ -234,7 +234,7 @@ def test_shared_out_tiles_are_covered(seqlens: tuple[int, int], clusters: int):
         assert items[-1] <= shared.items - 1
 
 
-def test_what_is_shared_out():
+def test_what_is_split():
     def shares(rows_k: int, rows_q: int = 70, **options: Any) -> bool:
         q, k = (np.broadcast_to(np.float16(0), (1, rows, 1, 128)) for rows in (rows_q, rows_k))
         problem, _ = describe(q, k, k, **options)
@@ -258,7 +258,7 @@ def test_what_is_shared_out():
     assert shares(2 * long, seqs=SeqLayout(seqlen_k=[long]))
     assert not shares(2 * long, seqs=SeqLayout(seqlen_k=[long - 9])), "the longest is known"
     assert not shares(long, num_splits=1)
-    with sharing():
+    with splitting():
         assert shares(70)
         assert shares(70, causal=True)
 

@@ -78,7 +78,7 @@ def test_tensor_stores_where_there_is_room():
         assert {row.fields["tensor_stores"] for row in rows} == taken
 
 
-def test_registers_are_shared_out():
+def test_registers_are_split():
     possible = KERNELS["sm90_forward"].possible
     assert possible({"consumers": 2, "consumer_registers": 240, "tile_k": 64})
     assert possible({"consumers": 3, "consumer_registers": 160, "tile_k": 64})

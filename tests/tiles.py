@@ -105,7 +105,7 @@ def aligning() -> Iterator[None]:
 
 
 @contextmanager
-def sharing(alike: bool = True) -> Iterator[None]:
+def splitting(alike: bool = True) -> Iterator[None]:
     """Make Hopper's forward split its last tiles along keys wherever blocks would be idle otherwise, and weigh short ones.
 
     alike: True takes all query tiles to be about equally long. False takes none to be, so that causal tiles are weighted by
@@ -131,14 +131,14 @@ def sharing(alike: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def sharing_by_length() -> Iterator[None]:
-    with sharing(alike=False):
+def splitting_by_length() -> Iterator[None]:
+    with splitting(alike=False):
         yield
 
 
 @contextmanager
-def sharing_in_clusters() -> Iterator[None]:
-    with sharing(), clusters():
+def splitting_in_clusters() -> Iterator[None]:
+    with splitting(), clusters():
         yield
 
 

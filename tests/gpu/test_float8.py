@@ -13,7 +13,7 @@ from rawattn import paged_attention
 from rawattn._kernels.selection import only
 from tests.gpu.pages import check_pages, lengths_of, on_gpu
 from tests.paged import BFLOAT16, FLOAT8, Paged, paged, verify
-from tests.tiles import sharing
+from tests.tiles import splitting
 
 cupy = pytest.importorskip("cupy")
 
@@ -62,15 +62,15 @@ def test_keys_that_end_anywhere(dim: int, dtype: Any) -> None:
 
 @pytest.mark.parametrize("options", LIMITS[:3], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
-def test_tiles_shared_out_by_keys(shape: dict[str, Any], options: dict[str, Any]) -> None:
+def test_tiles_split_by_keys(shape: dict[str, Any], options: dict[str, Any]) -> None:
     packed = paged((1700, 3, 130, 900), **shape, rows=(300, 3, 130, 200), packed=True)
     alone = paged((1500,), **shape, rows=400, dtype=F16)
-    with sharing():
+    with splitting():
         for call in (packed, alone):
             check_pages(call, "sm90", **options)
 
 
-def test_long_keys_shared_out_as_they_are() -> None:
+def test_long_keys_split_as_they_are() -> None:
     """Calls with long keys are right as they choose to split them among blocks: one sequence, whose query tiles leave SMs idle,
     and two."""
     shape: dict[str, Any] = {"dims": (128, 128), "heads": (32, 8), "float8": "arrays"}

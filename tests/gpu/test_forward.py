@@ -29,9 +29,9 @@ from tests.tiles import (
     aligning,
     clusters,
     shared_limit,
-    sharing,
-    sharing_by_length,
-    sharing_in_clusters,
+    splitting,
+    splitting_by_length,
+    splitting_in_clusters,
     tensor_stores,
     tile_shapes,
 )
@@ -141,14 +141,14 @@ def test_some_tiles_kept_for_the_end(headdim: int, in_clusters: bool) -> None:
     ],
     ids=str,
 )
-def test_curated_shared_out_by_keys(case: Case) -> None:
-    with sharing():
+def test_curated_split_by_keys(case: Case) -> None:
+    with splitting():
         verify(case, CUPY)
 
 
 @pytest.mark.parametrize("in_clusters", [False, True])
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
-def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
+def test_tiles_split_by_keys(headdim: int, in_clusters: bool) -> None:
     """Stream-K is right with fewer tiles than blocks, with more tiles than blocks, with GQA groups and with an unusual head dim
     of v."""
     for rows_q, rows_k, nheads_q, nheads_kv in (
@@ -158,7 +158,7 @@ def test_tiles_shared_out_by_keys(headdim: int, in_clusters: bool) -> None:
     ):
         knobs = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "headdim": headdim}
         knobs |= {"headdim_v": headdim - 24} if nheads_q == 24 else {}
-        with only("sm90"), sharing_in_clusters() if in_clusters else sharing():
+        with only("sm90"), splitting_in_clusters() if in_clusters else splitting():
             verify(dense("shared", 1, rows_q, rows_k, **knobs), CUPY)
             if compiler.device_arch(0) == sm90_forward.ARCH:
                 assert _last_launch("stream_k")["tiles"] > 0
@@ -187,7 +187,7 @@ def test_last_tiles_are_weighed(
 ) -> None:
     """Stream-K is right where last tiles have few rows and count less, behind whole rounds or alone."""
     knobs = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "headdim": headdim, "causal": causal}
-    with only("sm90"), sharing():
+    with only("sm90"), splitting():
         verify(dense("weighed", batch, rows_q, rows_k, **knobs), CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:
             assert _last_launch("stream_k")["last_share"] > 0
@@ -236,7 +236,7 @@ def test_heads_interleaved(headdim: int, group: int) -> None:
         ragged("gaps", *lens, **knobs, layout="gaps", give_out=True, dtype="float16"),
     )
     interleaved = 0
-    for case, around in itertools.product(cases, (nullcontext, sharing)):
+    for case, around in itertools.product(cases, (nullcontext, splitting)):
         with only("sm90"), around():
             verify(case, CUPY)
         if compiler.device_arch(0) == sm90_forward.ARCH:
@@ -246,7 +246,7 @@ def test_heads_interleaved(headdim: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("headdim", [64, 128, 192])
-def test_unlike_tiles_shared_out_by_keys(headdim: int) -> None:
+def test_unlike_tiles_split_by_keys(headdim: int) -> None:
     """Stream-K is right for tiles of unequal numbers of keys: under causal and window limits, and with lengths that only the
     kernel knows."""
     knobs = {"nheads_q": 8, "nheads_kv": 2, "headdim": headdim}
@@ -257,7 +257,7 @@ def test_unlike_tiles_shared_out_by_keys(headdim: int) -> None:
         ragged("ragged", *lens, **knobs, causal=True, on_device=True),
         ragged("one", (400,), (1100,), **knobs, on_device=True),
     )
-    with only("sm90"), sharing():
+    with only("sm90"), splitting():
         for case in cases:
             verify(case, CUPY)
             if compiler.device_arch(0) == sm90_forward.ARCH:
@@ -265,10 +265,10 @@ def test_unlike_tiles_shared_out_by_keys(headdim: int) -> None:
 
 
 @pytest.mark.parametrize("headdim", [64, 96, 128, 192, 256])
-def test_causal_tiles_shared_out_by_their_length(headdim: int) -> None:
+def test_causal_tiles_split_by_their_length(headdim: int) -> None:
     """Causal query tiles may be split among blocks by their numbers of keys: with one head or several, one sequence or several,
     and rows that see no keys."""
-    with only("sm90"), sharing_by_length():
+    with only("sm90"), splitting_by_length():
         for batch, rows_q, rows_k, nheads in (
             (1, 1500, 1500, 1),
             (2, 700, 900, 3),
@@ -280,14 +280,14 @@ def test_causal_tiles_shared_out_by_their_length(headdim: int) -> None:
                 assert _last_launch("stream_k")["rows"] > 0
 
 
-def test_few_causal_heads_are_shared_out() -> None:
+def test_few_causal_heads_are_split() -> None:
     """A causal call with few heads chooses by itself to split its tiles among blocks by their numbers of keys."""
     verify(dense("few", 1, 4096, 4096, nheads_q=2, nheads_kv=2, causal=True), CUPY)
     if compiler.device_arch(0) == sm90_forward.ARCH:
         assert _last_launch("stream_k")["rows"] > 0
 
 
-def test_long_keys_are_shared_out() -> None:
+def test_long_keys_are_split() -> None:
     """A call with very many keys chooses stream-K by itself, and its counters are ready for the next launch."""
     case = dense("shared", 2, 40, stream_k.ALWAYS_KEYS + 300, nheads_q=8, nheads_kv=2)
     for _ in range(2):
@@ -310,7 +310,7 @@ IDLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", IDLE, ids=str)
-def test_tiles_of_few_rows_are_shared_out(case: dict[str, Any]) -> None:
+def test_tiles_of_few_rows_are_split(case: dict[str, Any]) -> None:
     """Calls with few rows choose stream-K by themselves with far fewer keys than stream_k.ALWAYS_KEYS."""
     knobs = dict(case)
     rows, (nheads_q, nheads_kv) = knobs.pop("rows"), knobs.pop("heads")

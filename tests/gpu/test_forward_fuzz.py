@@ -13,7 +13,7 @@ from tests.frameworks import CuPy, Jax, NumPy, Torch
 from tests.landed import without_missing
 from tests.random_cases import random_case
 from tests.score_cases import random_score_case
-from tests.tiles import clusters, sharing, sharing_by_length, tensor_stores
+from tests.tiles import clusters, splitting, splitting_by_length, tensor_stores
 from tests.verify import verify
 
 _FIRST, _COUNT = map(int, os.environ.get("RAWATTN_FUZZ", "0:160").split(":"))
@@ -39,6 +39,6 @@ def _check(seed: int, case: Case) -> None:
         framework = CuPy()
     # Odd seeds use the portable kernel. Even seeds use the kernels that calls choose, some of them with tiles in clusters, with
     # outputs that TMA stores, or with tiles split by keys (stream-K).
-    ways = nullcontext, clusters, sharing_by_length, tensor_stores, sharing
+    ways = nullcontext, clusters, splitting_by_length, tensor_stores, splitting
     with only("portable") if seed % 2 else ways[seed // 2 % len(ways)]():
         verify(case, framework)

@@ -59,7 +59,7 @@ FEW = hidden_nan.hiding(2, 8, 5, 3000)
 @pytest.mark.parametrize("how", [how for how in FEW if how != "dropout"])
 @pytest.mark.parametrize("headdim", [64, 96, 256])
 def test_few_rows_on_many_keys(headdim: int, how: str) -> None:
-    """Few rows, whose keys are shared out: parts of NaN are merged."""
+    """Few rows, whose keys are split: parts of NaN are merged."""
     shapes = ((2, 5, 8, headdim), (2, 3000, 2, headdim), (2, 3000, 2, headdim))
     given = hidden_nan.inputs(shapes, hidden_nan.BFLOAT16)
     for family in ("decode", "sm90", "portable"):

@@ -12,7 +12,7 @@ from rawattn import paged_attention
 from rawattn._kernels.sm90 import line_estimate
 from tests.gpu.pages import CHUNKS, F16, LENS, LIMITS, MASKS, SHAPES, check_pages, on_gpu
 from tests.paged import paged, verify
-from tests.tiles import sharing
+from tests.tiles import splitting
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 6])
@@ -35,12 +35,12 @@ def test_chunks(shape: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", LIMITS[:3], ids=str)
-def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
+def test_tiles_split_by_keys(options: dict[str, Any]) -> None:
     rows = (300, 3, 130, 200)
     shape: dict[str, Any] = {"dims": (128, 128), "heads": (32, 8)}
     packed = paged((1700, 3, 130, 900), 16, **shape, rows=rows, packed=True)
     alone = paged((1500,), 24, **shape, rows=400, dtype=F16)
-    with sharing():
+    with splitting():
         for call in (packed, alone):
             check_pages(call, "sm90", **options)
 
@@ -50,7 +50,7 @@ def test_tiles_shared_out_by_keys(options: dict[str, Any]) -> None:
 def test_last_tiles_are_weighed(lens: tuple[int, ...], options: dict[str, Any]) -> None:
     """Query tiles of few rows count less where sequences have about as many keys; else all count the same."""
     share = mock.Mock(wraps=line_estimate.last_share)
-    with sharing(), mock.patch.object(line_estimate, "last_share", share):
+    with splitting(), mock.patch.object(line_estimate, "last_share", share):
         for page_size, rows, heads in ((16, 120, (16, 4)), (24, 200, (3, 3)), (16, 75, (8, 2))):
             call = paged(lens, page_size, rows=rows, dims=(128, 128), heads=heads, dtype=F16)
             check_pages(call, "sm90", **options)
@@ -88,7 +88,7 @@ def test_chunks_of_heads_that_no_tile_divides(
         )
         for call in (packed, padded):
             check_pages(call, "sm90", **options)
-            with sharing():
+            with splitting():
                 check_pages(call, "sm90", **options)
 
 

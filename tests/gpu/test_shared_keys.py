@@ -16,7 +16,7 @@ from tests.frameworks import CuPy
 from tests.gpu.pages import check_pages
 from tests.paged import paged
 from tests.score_arrays import Pairs
-from tests.tiles import sharing, whole_tiles
+from tests.tiles import splitting, whole_tiles
 from tests.verify import verify
 
 CUPY = CuPy()
@@ -98,14 +98,14 @@ def test_pages(page_size: int, heads: tuple[int, int]) -> None:
     for options in ({"causal": True}, {"window": (700, 0), "sink": 5}, {}):
         with whole_tiles():
             check_pages(call, "sm90", **options)
-        with sharing():
+        with splitting():
             check_pages(call, "sm90", **options)
 
 
 @pytest.mark.parametrize("page_size", [32, 9])
 def test_split_tiles_in_pages(page_size: int) -> None:
     call = paged((60_000,), page_size, rows=48 + 16, dims=(128, 128), heads=(8, 2))
-    with sharing():
+    with splitting():
         check_pages(call, "sm90", causal=True)
 
 
@@ -114,7 +114,7 @@ def test_split_tiles_in_pages(page_size: int) -> None:
 def test_split_tiles(rows: int, causal: bool) -> None:
     """Split tiles whose parts have enough keys to share, and too few."""
     knobs: dict[str, Any] = {"nheads_q": 8, "nheads_kv": 2, "headdim": 128, "causal": causal}
-    with only("sm90"), sharing():
+    with only("sm90"), splitting():
         for batch, keys in ((1, 3000), (40, 1500), (3, 30_000)):
             verify(dense("split", batch, rows, keys, **knobs), CUPY)
 

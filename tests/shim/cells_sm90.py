@@ -18,7 +18,7 @@ from tests.cases import Case
 from tests.shim.cells import Cell, call_of
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
-from tests.tiles import sharing, sharing_by_length, tensor_stores
+from tests.tiles import splitting, splitting_by_length, tensor_stores
 
 
 class Sm90Tiles(NamedTuple):
@@ -89,7 +89,7 @@ class Sm90Cell(Cell):
         knobs += [f"section{self.section_keys}"] if self.section_keys is not None else []
         knobs += [f"kept{self.kept_tiles}"] if self.kept_tiles is not None else []
         knobs += [f"blocks{self.blocks}"] if self.blocks != 2 else []
-        knobs += ["shared"] if self.stream_k else []
+        knobs += ["split"] if self.stream_k else []
         knobs += ["by-length"] if self.by_length else []
         knobs += [f"seed{self.seed}"] if self.seed else []
         knobs += ["checked"] if self.checked else []
@@ -99,7 +99,7 @@ class Sm90Cell(Cell):
     def around(self) -> AbstractContextManager[None]:
         if not self.stream_k:
             return nullcontext()
-        return sharing_by_length() if self.by_length else sharing()
+        return splitting_by_length() if self.by_length else splitting()
 
     @cached_property
     def config(self) -> sm90_forward_config.Config:

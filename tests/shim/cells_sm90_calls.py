@@ -94,12 +94,12 @@ def cells_of_interleaved() -> Iterable[Sm90Cell]:
         knobs |= {"headdim_v": (16, 80, 40)[n % 3], "dtype": ("bfloat16", "float16")[n // 2 % 2]}
         lens = (rows, 1, 0, max(1, rows // 2)), (33, 20, 17, 97)
         name, half = f"interleaved{n}", max(1, rows // 2)
-        sharing = {"blocks": 7, "stream_k": True, "by_length": "causal" in mask}
+        split_keys = {"blocks": 7, "stream_k": True, "by_length": "causal" in mask}
         cell = (
             Sm90Cell(case=dense(name, 2, half, 101, **knobs), shape=shape, seed=n),
             Sm90Cell(case=ragged(name, *lens, **knobs, on_device=n % 2 == 0), shape=shape, seed=n),
             Sm90Cell(case=padded(name, *lens, rows + 3, 100, **knobs), shape=shape, seed=n),
-            Sm90Cell(case=dense(name, 1, half, 400, **knobs), shape=shape, seed=n, **sharing),
+            Sm90Cell(case=dense(name, 1, half, 400, **knobs), shape=shape, seed=n, **split_keys),
             Sm90Cell(case=ragged(name, *lens, **knobs), shape=shape, blocks=9, stream_k=True),
         )[kind]
         if cell.config.interleaved:

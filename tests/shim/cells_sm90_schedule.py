@@ -141,7 +141,7 @@ def cells_of_stores() -> Iterable[Sm90Cell]:
     yield Sm90Cell(case=ragged("store-odd", *lens, **odd), shape=STORED)
 
 
-def cells_of_sharing() -> Iterable[Sm90Cell]:
+def cells_of_split_keys() -> Iterable[Sm90Cell]:
     """Last tiles whose keys are split: several tiles in two or more pieces each, or one in many; after whole rounds or none."""
     heads = {"nheads_q": 2, "nheads_kv": 2, "headdim": 16}
     calls = (

@@ -26,7 +26,7 @@ from tests.shim.cells import call_of
 from tests.shim.device import ATTRIBUTES, Allocator, Device
 from tests.shim.launch import Machine, Operand
 from tests.shim.shim import Builder, Memory
-from tests.tiles import aligning, sharing, tensor_stores, usual_tiles
+from tests.tiles import aligning, splitting, tensor_stores, usual_tiles
 from tests.tolerance import check, check_lse
 from tests.verify import expected, layout
 
@@ -149,13 +149,13 @@ def test_maps_follow_the_arrays_that_change(
 
 
 @pytest.mark.parametrize("rows", [(70, 400), (20, 300), (500, 200)])
-def test_tiles_shared_out_by_keys(
+def test_tiles_split_by_keys(
     builder: Builder, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
 ) -> None:
     """Split keys are right with fewer tiles than blocks and with more, also in a second launch with the same counters."""
     device = Device(Machine(builder), sm90_forward.ARCH)
     device.install(monkeypatch)
-    with sharing():
+    with splitting():
         test_forward(device, dense("shared", 2, *rows, **SMALL))
     assert device.launched == [sm90_forward_config.ENTRY] * 2
 

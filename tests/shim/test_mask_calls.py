@@ -14,7 +14,7 @@ from rawattn import reference
 from tests import exhaustive
 from tests.shim.device import ATTRIBUTES, MakeDevice
 from tests.shim.whole import run_backward, run_forward, small_tiles, verify_backward, verify_forward
-from tests.tiles import sharing
+from tests.tiles import splitting
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ROWS, KEYS = 150, 210
@@ -199,7 +199,7 @@ def test_hopper_shares_lists_out(
     """Split keys are right under masks: every tile has the same number of pieces, of which some are empty, as are lists."""
     monkeypatch.setitem(ATTRIBUTES, "multiprocessors", multiprocessors)
     q, k, v = arrays(rows=(200, 330))
-    with sharing():
+    with splitting():
         for heads, tile in (
             (1, (16, 2, 2, 1, True, True, 232, False)),
             (4, (64, 1, 2, 1, False, False, 256, False)),
@@ -221,7 +221,7 @@ def test_hopper_shares_lists_of_ragged_batches_out(
     seqs = rawattn.SeqLayout(seqstart_q=[0, 170, 170, 330], seqstart_k=[0, 333, 360, 410])
     q, k, v = (x[0] for x in arrays(rows=(330, 410), batch=1))
     mask = blocky(3, 2, 180, 360, block=64)
-    with sharing(), small_tiles(sm90_forward=(16, 2, 2, 1, True, True, 232, False)):
+    with splitting(), small_tiles(sm90_forward=(16, 2, 2, 1, True, True, 232, False)):
         verify_forward(device, "sm90", q, k, v, seqs=seqs, mask=mask, on_device=on_device)
     assert any("stream_k" in each for each in device.summaries)
 

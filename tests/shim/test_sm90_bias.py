@@ -25,7 +25,7 @@ from rawattn._kernels.target import Target
 from tests import exhaustive
 from tests.shim.device import Device, MakeDevice
 from tests.shim.whole import small_tiles, verify_forward
-from tests.tiles import sharing
+from tests.tiles import splitting
 
 # Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
@@ -275,7 +275,7 @@ def test_what_joins_a_bias(hopper: MakeDevice, odd: bool) -> None:
     given = arrays(BFLOAT16, 2, (136, 152), (4, 4))
     with as_it_lies(), small_tiles(sm90_forward=PAIR_OF_CONSUMERS):
         verify_forward(device, "sm90", *given, bias=bias, **more)
-        with sharing():
+        with splitting():
             verify_forward(device, "sm90", *given, bias=bias)
         bias[~np.broadcast_to(mask, bias.shape)] = np.nan
         verify_forward(device, "sm90", *given, bias=bias, mask=mask)

@@ -23,7 +23,7 @@ from tests.shim.paged import (
     with_any_ids,
 )
 from tests.shim.whole import small_tiles
-from tests.tiles import sharing
+from tests.tiles import splitting
 
 # Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
@@ -108,11 +108,11 @@ def test_batches(hopper: MakeDevice) -> None:
     ),
     ids=str,
 )
-def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
+def test_tiles_split_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
     """Split keys are right: each piece of a tile scales queries by a unit of its own, and all use the values' scale."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), packed=True, pair=True, **_OWN)
     padded = paged((150, 9, 75), 8, rows=37, heads=(6, 2), dtype=F16, **_OWN)
-    with sharing():
+    with splitting():
         for seed, call in enumerate((packed, padded), 1):
             device = hopper(seed)
             verify_sm90(device, call, shape, on_device=seed == 1, **options)

@@ -17,7 +17,7 @@ from tests.paged import paged
 from tests.shim.device import MakeDevice
 from tests.shim.paged import LATE, WIDE, normal, verify_kernel, verify_sm90
 from tests.shim.whole import small_tiles, verify_forward
-from tests.tiles import sharing
+from tests.tiles import splitting
 
 # Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
@@ -66,10 +66,10 @@ def test_keys_in_rows(hopper: MakeDevice, made: list[Steps], seqs: SeqLayout | N
     assert len(made) == 1
 
 
-def test_tiles_shared_out_by_keys(hopper: MakeDevice, made: list[Steps]) -> None:
+def test_tiles_split_by_keys(hopper: MakeDevice, made: list[Steps]) -> None:
     q, k, v = (normal(1, n, heads, 16, dtype=F16) for n, heads in ((1, 40), (700, 1), (700, 1)))
     device = hopper()
-    with small_tiles(sm90_forward=WIDE), sharing():
+    with small_tiles(sm90_forward=WIDE), splitting():
         verify_forward(device, "sm90", q, k, v)
     assert len(made) == 1 and any("stream_k" in each for each in device.summaries)
 

@@ -35,7 +35,7 @@ CELLS = [
     *calls.cells_of_checks(),
     *schedule.cells_of_clusters(),
     *schedule.cells_of_stores(),
-    *schedule.cells_of_sharing(),
+    *schedule.cells_of_split_keys(),
 ]
 TILE = ("tile_k", "consumers", "stages", "cluster", "ping_pong", "late_scaling")
 

@@ -16,7 +16,7 @@ from tests.paged import BFLOAT16, paged
 from tests.shim.device import MakeDevice
 from tests.shim.paged import LATE, OPTIONS, WIDE, finite, run_on_device, verify_sm90, with_any_ids
 from tests.shim.whole import small_tiles
-from tests.tiles import sharing
+from tests.tiles import splitting
 
 # Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
@@ -122,12 +122,12 @@ def test_batches(hopper: MakeDevice, page_size: int) -> None:
     ),
     ids=str,
 )
-def test_tiles_shared_out_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
+def test_tiles_split_by_keys(hopper: MakeDevice, shape: Any, options: dict[str, Any]) -> None:
     """Split keys are right with lengths on the device, also if a sequence has fewer key tiles than pieces."""
     packed = paged((200, 9, 0, 129), 24, rows=(140, 9, 4, 1), packed=True, pair=True)
     padded = paged((150, 9, 75), 8, rows=37, dims=(16, 24), heads=(6, 2), dtype=F16)
     by_rows = paged((150, 9, 75), 1, rows=37, dims=(72, 24), heads=(6, 2))
-    with sharing():
+    with splitting():
         for seed, call in enumerate((packed, padded, by_rows), 1):
             device = hopper(seed)
             verify_sm90(device, call, shape, on_device=seed == 1, **options)
@@ -143,7 +143,7 @@ def test_last_tiles_are_weighed(hopper: MakeDevice, rows: int, lens: tuple[int, 
         paged(lens, 24, rows=rows // 2, dims=(32, 16), heads=(8, 2)),
     ]
     share = mock.Mock(wraps=line_estimate.last_share)
-    with sharing(), mock.patch.object(line_estimate, "last_share", share):
+    with splitting(), mock.patch.object(line_estimate, "last_share", share):
         for seed, call in enumerate(calls, 1):
             verify_sm90(hopper(seed), call, THREE, on_device=seed == 1)
             assert line_estimate.last_share(*share.call_args.args) > 0
