@@ -212,3 +212,40 @@ def cells_of_unlike_tiles(shapes: Iterable[Sm90Tiles], blocks: Iterator[int]) ->
     for case, shape in itertools.product(by_length, shapes):
         for count in (next(blocks), 2 * next(blocks) + 5):
             yield Sm90Cell(case=case, shape=shape, blocks=count, stream_k=True, by_length=True)
+
+
+def cells_of_shared_keys() -> Iterable[Sm90Cell]:
+    """Query tiles with rows for one consumer alone and enough keys for all to share, before, between and after other tiles."""
+    two, three = Sm90Tiles(16, 2, 2, True), Sm90Tiles(16, 3, 3, False)
+    four = Sm90Tiles(16, 4, 4, False, late_scaling=True)
+    stored = Sm90Tiles(32, 3, 3, True, tensor_stores=True)
+    shapes = (two, three, four, stored, Sm90Tiles(16, 2, 4, False), Sm90Tiles(48, 3, 6, True))
+    one = {"nheads_q": 1, "nheads_kv": 1, "headdim": 16}
+    two_heads = {"nheads_q": 2, "nheads_kv": 2, "headdim": 24, "dtype": "float16"}
+    group, five = {"nheads_kv": 2, "nheads_q": 8}, {"nheads_kv": 2, "nheads_q": 10}
+    lens = (20, 0, 270, 9), (470, 60, 500, 440)
+    calls = (
+        dense("alone-few", 2, 20, 470, **one),
+        dense("alone-behind", 1, 270, 481, **two_heads, causal=True),
+        dense("alone-window", 1, 20, 560, **one, window=(450, None), sink=5),
+        dense(
+            "alone-dims", 1, 40, 500, nheads_q=1, nheads_kv=1, headdim=72, headdim_v=40, softcap=3.0
+        ),
+        ragged("alone-ragged", *lens, **one, on_device=True),
+        padded("alone-padded", *lens, 280, 510, **two_heads, give_out=True, layout="gaps"),
+        dense("alone-group", 1, 15, 490, **group, headdim=16, causal=True),
+        dense("alone-interleaved", 2, 30, 470, **five, headdim=16, causal=True),
+    )
+    for n, (case, shape) in enumerate(itertools.product(calls, shapes)):
+        cell = Sm90Cell(case=case, shape=shape, blocks=1 + n % 3)
+        if cell.config.shares_keys:
+            yield cell
+    # Every number of key tiles that a consumer may have less than another, and threads and copies in many orders.
+    for seed, shape in itertools.product(range(1, 7), (two, three, four)):
+        case = dense("alone-keys", 1, 30, 440 + 16 * seed, **one, causal=seed % 2 == 0)
+        yield Sm90Cell(case=case, shape=shape, blocks=1, seed=seed, checked=seed == 6)
+    # Parts of split tiles.
+    for count, shape in itertools.product((2, 3), (two, three, four)):
+        yield Sm90Cell(
+            case=dense("alone-part", 1, 30, 1500, **one), shape=shape, blocks=count, stream_k=True
+        )

@@ -36,6 +36,7 @@ CELLS = [
     *schedule.cells_of_clusters(),
     *schedule.cells_of_stores(),
     *schedule.cells_of_split_keys(),
+    *schedule.cells_of_shared_keys(),
 ]
 TILE = ("tile_k", "consumers", "stages", "cluster", "ping_pong", "late_scaling")
 
