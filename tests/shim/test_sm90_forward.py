@@ -6,10 +6,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import forward_steps, stream_k
+from rawattn._kernels.sm90 import forward_config, forward_steps, stream_k
 from rawattn._kernels.target import without_device
 from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged
@@ -17,8 +18,11 @@ from tests.shim import cells_sm90_calls as calls
 from tests.shim import cells_sm90_schedule as schedule
 from tests.shim.cells import call_of, verify
 from tests.shim.cells_sm90 import Sm90Cell
+from tests.shim.device import MakeDevice
+from tests.shim.paged import normal
 from tests.shim.shim import Builder
 from tests.shim.traits import of_case, of_kernel
+from tests.shim.whole import run_forward, small_tiles
 
 CELLS = [
     *calls.cells_of_curated(),
@@ -102,3 +106,23 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     # How many rows of a padded batch are real is unknown. It has few tiles only if all its rows, real or not, make few.
     assert consumers(padded("rooms", (9, 2000), (9, 2000), 2000, 2000, **packed)) == 1
     assert consumers(padded("rooms", (2000,) * 30, (2000,) * 30, 2000, 2000, **packed)) == 3
+
+
+def test_what_merging_leaves_behind(hopper: MakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that follow one whose keys consumers share have the same bits as without it, in the same memory.
+
+    Where heads are interleaved some rows of a tile belong to no query. Outputs of consumers that stayed there would be huge
+    queries, and the warp's other rows would move their running maxima with those.
+    """
+    # Each sequence is a section, so that tiles of others follow: an odd number, as there may be two slots for queries.
+    monkeypatch.setattr(forward_config, "SECTION_BYTES", 460 * 256)
+    q, k, v = (
+        normal(6, n, heads, 64, dtype=np.dtype(np.float16))
+        for n, heads in ((62, 5), (460, 1), (460, 1))
+    )
+    with small_tiles(sm90_forward=(16, 2, 2, 1, False, False, 232, False)):
+        device = hopper()
+        found, _ = run_forward(device, "sm90", q, k, v * np.float16(1000))
+        alone, _ = run_forward(hopper(), "sm90", q[:, :50].copy(), k, v * np.float16(1000))
+    assert "interleaved" in device.summaries[-1]
+    assert (found[:, :50].view(np.uint16) == alone.view(np.uint16)).all()
