@@ -101,7 +101,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("window-minus-1", {"window": (-1, 0)}, ValueError, r"window: got -1, .*>= 0, or None"),
     ("window-right-below-0", {"window": (0, -3)}, ValueError, r"window: got -3, .*>= 0"),
     ("window-float", {"window": (1.0, 0)}, TypeError, r"window: got 1\.0 \(float\).*ints >= 0"),
-    ("window-array", {"window": (np.array([3]), 0)}, TypeError, r"window: got \(ndarray\), expected.*int\(left\)"),
+    ("window-of-arrays", {"window": (np.array([3]), 0)}, TypeError, r"window: got \(ndarray\), expected.*int\(left\)"),
     ("window-bool", {"window": (True, 0)}, TypeError, r"window: got True \(bool\).*ints >= 0"),
     ("window-numpy-bool", {"window": (0, np.True_)}, TypeError, r"window: .*ints >= 0"),
     ("window-array", {"window": np.array([1, 0])}, TypeError, r"window: .*ndarray.*\(2,\).*tuple"),
