@@ -27,7 +27,6 @@
 #include "attn/scores.cuh"
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_bias_rows.cuh"
-#include "sm90/forward_block.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_first_work.cuh"
 #include "sm90/forward_float8.cuh"
@@ -40,6 +39,7 @@
 #include "sm90/forward_random.cuh"
 #include "sm90/forward_shared_keys.cuh"
 #include "sm90/forward_store.cuh"
+#include "sm90/forward_work.cuh"
 #include "sm90/hidden_values.cuh"
 
 namespace forward {

@@ -2,7 +2,7 @@
 // TMA loads; sm90/forward_bias_rows.cuh is for a bias that TMA cannot read.
 #pragma once
 
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 

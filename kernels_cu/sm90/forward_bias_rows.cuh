@@ -9,7 +9,7 @@
 #pragma once
 
 #include "sm90/forward_bias.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 #include "tile/either.cuh"
 
 namespace forward {

@@ -5,9 +5,9 @@
 #include "ptx/ptx.cuh"
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_bias_rows.cuh"
-#include "sm90/forward_block.cuh"
 #include "sm90/forward_ramp.cuh"
 #include "sm90/forward_shared_keys.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 

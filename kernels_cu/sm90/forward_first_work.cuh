@@ -6,8 +6,8 @@
 // sequence lies inside its array (attn/sequence.cuh).
 #pragma once
 
-#include "sm90/forward_block.cuh"
 #include "sm90/forward_producer.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attn/stored_keys.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 #include "sm90/hidden_values.cuh"
 
 namespace forward {

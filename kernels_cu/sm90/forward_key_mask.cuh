@@ -1,14 +1,14 @@
 // A mask of keys: one bool for each key of a sequence, the same for all query rows and heads. Hopper's forward reads
 // the bools themselves, so no launch before it has to make bits and lists of tiles. When the producer has found work,
 // another warp of its warpgroup reads the bools of that sequence and adds them to the work slot as bits. Key tiles past
-// the last kept key are not loaded, except the first tile (key_tiles_of() in sm90/forward_block.cuh). Key tiles in
+// the last kept key are not loaded, except the first tile (key_tiles_of() in sm90/forward_work.cuh). Key tiles in
 // front of the first kept key are loaded, but consumers pass over them unless there is a window on the left. The host
 // chooses this for sequences of few keys (masks_keys() in rawattn/_kernels/sm90/forward.py).
 #pragma once
 
 #include "attn/mask_bits.cuh"
 #include "ptx/ptx.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 #include "sm90/hidden_values.cuh"
 
 namespace forward {

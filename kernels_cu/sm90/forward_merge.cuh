@@ -13,8 +13,8 @@
 
 #include "attn/exponent.cuh"
 #include "attn/score_rule.cuh"
-#include "sm90/forward_block.cuh"
 #include "sm90/forward_store.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 

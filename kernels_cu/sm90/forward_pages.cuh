@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attn/pages.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 #include "sm90/hidden_values.cuh"
 
 namespace forward {

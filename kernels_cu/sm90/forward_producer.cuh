@@ -8,12 +8,12 @@
 #pragma once
 
 #include "sm90/forward_bias.cuh"
-#include "sm90/forward_block.cuh"
 #include "sm90/forward_float8.cuh"
 #include "sm90/forward_key_mask.cuh"
 #include "sm90/forward_page_rows.cuh"
 #include "sm90/forward_pages.cuh"
 #include "sm90/forward_shared_keys.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 

@@ -15,7 +15,7 @@
 
 #include "attn/score_rule.cuh"
 #include "ptx/ptx.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 #include "sm90/hidden_values.cuh"
 
 namespace forward {

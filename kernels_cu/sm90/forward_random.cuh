@@ -9,7 +9,7 @@
 
 #include "attn/dropout.cuh"
 #include "ptx/ptx.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 

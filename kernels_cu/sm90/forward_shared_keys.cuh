@@ -8,8 +8,8 @@
 #pragma once
 
 #include "attn/exponent.cuh"
-#include "sm90/forward_block.cuh"
 #include "sm90/forward_merge.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 

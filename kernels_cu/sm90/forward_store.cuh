@@ -4,7 +4,7 @@
 
 #include "attn/row_alone.cuh"
 #include "attn/rows.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 #include "tile/transpose.cuh"
 
 namespace forward {

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "attn/mask_bits.cuh"
-#include "sm90/forward_block.cuh"
+#include "sm90/forward_work.cuh"
 
 namespace forward {
 
