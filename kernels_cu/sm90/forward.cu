@@ -268,6 +268,35 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
   if constexpr (kTensorStores) ptx::wait_stores_read();
 }
 
+// Makes the barriers of a block, and prefetches the tensor maps. One thread calls it.
+DEVICE void prepare(const Maps& maps, SharedMemory& shared) {
+  for (int i = 0; i < kStages; i++) {
+    ptx::mbarrier_init(&shared.keys_full[i], kCopiesRows && !kFloat8 ? kLoadWarps * target::kWave : 1);
+    ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers * kCluster);
+    ptx::mbarrier_init(&shared.values_full[i], kCopiesRows || kFloat8 ? kLoadWarps * target::kWave : 1);
+    ptx::mbarrier_init(&shared.values_empty[i], kFloat8 ? kWarpgroup * kConsumers : 4 * kConsumers * kCluster);
+  }
+  for (int i = 0; i < 2; i++) {
+    ptx::mbarrier_init(&shared.work_full[i], kKeyMask ? target::kWave : 1);
+    if constexpr (kKeyMask) ptx::mbarrier_init(&shared.work_found[i], 1);
+    ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kWorkReadingWarps);
+  }
+  for (int i = 0; i < (kBiasInSlots ? kBiasSlots : 0); i++) {
+    ptx::mbarrier_init(&shared.bias_full[i], kBiasByRows ? kBiasWarps * target::kWave : 1);
+    ptx::mbarrier_init(&shared.bias_empty[i], 4 * kConsumers);
+  }
+  init_stored_barriers(shared);
+  for (int i = 0; i < kQuerySlots; i++) {
+    ptx::mbarrier_init(&shared.queries_full[i], 1);
+    ptx::mbarrier_init(&shared.queries_empty[i], 4 * kConsumers);
+  }
+  Tickets<kCluster>::init(shared.tickets);
+  ptx::fence_mbarrier_init();
+  ptx::prefetch_tensormap(&maps.q);
+  maps.prefetch();
+  if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
+}
+
 }  // namespace forward
 
 KERNEL CLUSTER(forward::kCluster)
@@ -276,45 +305,21 @@ KERNEL CLUSTER(forward::kCluster)
   using namespace forward;
   SHARED_MEMORY_ALIGNED(bytes, sizeof(SharedMemory), 1024);
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(bytes);
-  if (target::thread_index() == 0) {
-    for (int i = 0; i < kStages; i++) {
-      ptx::mbarrier_init(&shared.keys_full[i], kCopiesRows && !kFloat8 ? kLoadWarps * target::kWave : 1);
-      ptx::mbarrier_init(&shared.keys_empty[i], 4 * kConsumers * kCluster);
-      ptx::mbarrier_init(&shared.values_full[i], kCopiesRows || kFloat8 ? kLoadWarps * target::kWave : 1);
-      ptx::mbarrier_init(&shared.values_empty[i], kFloat8 ? kWarpgroup * kConsumers : 4 * kConsumers * kCluster);
-    }
-    for (int i = 0; i < 2; i++) {
-      ptx::mbarrier_init(&shared.work_full[i], kKeyMask ? target::kWave : 1);
-      if constexpr (kKeyMask) ptx::mbarrier_init(&shared.work_found[i], 1);
-      ptx::mbarrier_init(&shared.work_empty[i], kWarpgroup * kConsumers + kWorkReadingWarps);
-    }
-    for (int i = 0; i < (kBiasInSlots ? kBiasSlots : 0); i++) {
-      ptx::mbarrier_init(&shared.bias_full[i], kBiasByRows ? kBiasWarps * target::kWave : 1);
-      ptx::mbarrier_init(&shared.bias_empty[i], 4 * kConsumers);
-    }
-    init_stored_barriers(shared);
-    for (int i = 0; i < kQuerySlots; i++) {
-      ptx::mbarrier_init(&shared.queries_full[i], 1);
-      ptx::mbarrier_init(&shared.queries_empty[i], 4 * kConsumers);
-    }
-    Tickets<kCluster>::init(shared.tickets);
-    ptx::fence_mbarrier_init();
-    ptx::prefetch_tensormap(&maps.q);
-    maps.prefetch();
-    if constexpr (kBiasInBoxes) prefetch_bias_map(maps);
-  }
   if constexpr (kInterleaved) {
     for (auto& queries : shared.queries) clear_last_rows(queries, target::thread_index(), kThreads);
   }
   Slopes<kRamp>::write_keys(shared);
   target::launch_dependents();
-  if constexpr (kPaged) {
-    const int64 thread = int64(target::block_index()) * kThreads + target::thread_index();
-    prefetch_pages(p.forward.pages, p.forward.k_side.length, p.forward.batch, thread);
-  }
+  // What else is to be done before the first loads is left to other warps, since to find work takes longest.
   if (target::thread_index() < target::kWave) {
     find_first_work(p, shared, target::thread_index());
   } else {
+    if (target::thread_index() == kThreads - 1) prepare(maps, shared);
+    if constexpr (kPaged) {
+      constexpr int kOthers = kThreads - target::kWave;
+      const int64 thread = int64(target::block_index()) * kOthers + target::thread_index() - target::kWave;
+      prefetch_pages(p.forward.pages, p.forward.k_side.length, p.forward.batch, thread);
+    }
     target::wait_for_prior_kernels();
   }
   if constexpr (kCluster == 1) {

@@ -107,9 +107,13 @@ static_assert(!kBiasInSlots || (sizeof(Element) == kBias && (kBiasRows == 1 || k
 // The warps of the producer's warpgroup that copy rows of a bias.
 constexpr int kFirstBiasWarp = 2, kBiasWarps = kBiasByRows ? 2 : 0;
 static_assert(!kBiasByRows || !kFloat8, "those convert tiles of 8 bits");
+// Whether two warps divide the boxes of key tiles that consumers share (sm90/forward_pages.cuh). Where whole query
+// tiles are computed, what the second warp costs other tiles is more than it gains. With fewer slots it could not tell
+// the rounds of a slot apart (produce_part).
+constexpr bool kDividesBoxes = kStreamK && kSharesKeys && kPaged && !kCopiesRows && kTileK > kPageRows&& kStages >= 3;
 // Warps that load keys, and as many load values. Two where rows are copied, unless warps 2 and 3 copy a bias or convert
 // tiles of 8 bits.
-constexpr int kLoadWarps = kCopiesRows && !kBiasByRows && !kFloat8 ? 2 : 1;
+constexpr int kLoadWarps = kDividesBoxes || (kCopiesRows && !kBiasByRows && !kFloat8) ? 2 : 1;
 // Warps of the producer's warpgroup, beside the first one, that give work slots back once they have read them. (The
 // warp that reads masks of keys gives none back: it passes work on to the consumers.)
 constexpr int kWorkReadingWarps = kValuesApart + 2 * (kLoadWarps - 1) + kBiasWarps + kConverters;
@@ -267,6 +271,14 @@ struct OwnOrder<true> {
 
   // Called by the lanes of the first warp. shared: memory that is not in use yet.
   DEVICE void find(const Params& p, const SeenLengths<true>& lengths, unsigned char* shared) {
+    if (p.forward.batch == 1) {  // the block's first loads wait for it
+      if (target::thread_index() == 0) {
+        put(0, 0, lengths.q[0], lengths.k[0], 0);
+        put_total(1, (lengths.q[0].length + kClusterQ - 1) / kClusterQ);
+      }
+      target::wave_sync();
+      return;
+    }
     const OrderSequences<target::kWave, SeenLengths<true>, OwnOrder, true> order{lengths, p.forward.batch, kClusterQ,
                                                                                  *this};
     for (int n = 0; n * target::kWave < p.forward.batch; n++) order(n, shared);

@@ -25,7 +25,7 @@ struct FirstWorkRoom {
 };
 static_assert(sizeof(FirstWorkRoom) <= kQueryBytes, "it is their place");
 
-// Waits for earlier kernels, and hands the block its first work. Called by the lanes of the first warp.
+// Waits for earlier kernels, and finds the block's first work. Called by the lanes of the first warp.
 DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
   FirstWorkRoom& room = *reinterpret_cast<FirstWorkRoom*>(s.queries[0]);
   const bool own_order = kRagged && p.forward.order == nullptr;
@@ -35,9 +35,12 @@ DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
   for (;;) {
     target::wave_sync();
     if (own_order) s.own_order.find(p, room.lengths, room.order);
+    const BlockOrder order{p.forward.order, s.own_order, p, &room.lengths};
+    if constexpr (kStreamK) {
+      const StreamLine line = find_line(p, order, lane);
+      if (lane == 0) s.line = line;
+    }
     if (lane == 0) {
-      const BlockOrder order{p.forward.order, s.own_order, p, &room.lengths};
-      if constexpr (kStreamK) s.line = find_line(p, order);
       find(s.work[0], p, order, s.line, target::block_index() / kCluster, -1);
       set_origin(s.work[0], nullptr);
     }
@@ -48,7 +51,6 @@ DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
     if (!target::wave_any(own_order && room.lengths.look(p, lane))) break;
   }
   if constexpr (kRagged) ptx::fence_async_proxy();  // TMA writes to the room next
-  if (lane == 0) ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[0]);
 }
 
 }  // namespace forward

@@ -28,7 +28,7 @@ struct KeyTileLoader<1> {
   int key;    // of the lane's first row; its others follow at a distance of 32
   PageTable<>::Id ids[kFinds];
 
-  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray&, int part, int lane)
+  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray&, int part, int lane, bool)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
         range(Visible(p.forward, work.sequence, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),

@@ -45,43 +45,58 @@ DEVICE KeyArray array_of_values(const Sm90ForwardParams& p, const Maps& maps) {
 // Loads the key tiles of a piece of work. kRows: rows of a box; 1: rows are copied one by one
 // (sm90/forward_page_rows.cuh); 0: keys are not in pages.
 //
-// All lanes of the producer's warp call it, each for a box of its own. Together they find the boxes of kAtOnce tiles at
-// a time: to find a page takes issue slots, which consumers need as well, so few lanes should be idle. Pages are found
-// while the boxes of earlier tiles are being loaded.
+// All lanes of a warp call it, each for a box of its own. Together they find the boxes of several tiles at a time: to
+// find a page takes issue slots, which consumers need as well, so few lanes should be idle. Pages are found while the
+// boxes of earlier tiles are being loaded.
+//
+// A warp issues boxes one after the other, and consumers that share key tiles would wait for the last ones. So there
+// each of kLoadWarps warps brings every kLoadWarps-th box (divided). The first warp announces the bytes of all boxes,
+// before or after others have arrived.
 template <int kRows>
 struct KeyTileLoader {
-  static constexpr int kBoxes = kTileK / kRows;
-  static constexpr int kAtOnce = kProducerLanes / kBoxes;
+  static constexpr int kBoxes = kTileK / kRows, kMostDivided = (kBoxes + kLoadWarps - 1) / kLoadWarps;
   static_assert(kTileK % kRows == 0 && kRows % 8 == 0, "a box begins where the swizzle does");
   static_assert(kBoxes <= kProducerLanes, "a lane has one box");
   static_assert(!kPaged || kCluster == 1, "boxes are loaded for one block");
 
   PageTable<> table;
   VisibleRange<kPagesLimited> range;
-  int length, lane;
-  int page_stride;  // what the map's last axis counts for a page: heads where boxes bring whole rows, else 1
-  int page, at;     // of the lane's box: the coordinate of its page, and its first row in the page
-  int tile, box;    // box: the lane's, in its tile; tile: how many tiles after the one that is loaded next
-  int ahead = 0;    // further tiles that are found already
+  int length, lane, part;  // part: the number of the warp
+  int at_once;             // tiles whose boxes are found at a time
+  int page_stride;         // what the map's last axis counts for a page: heads where boxes bring whole rows, else 1
+  int page, at;            // of the lane's box: the coordinate of its page, and its first row in the page
+  int own_tile, box;       // the lane's tile among those found at a time, and its box in the tile
+  int tile;                // how many tiles after the one that is loaded next the lane's tile comes
+  int ahead = 0;           // further tiles that are found already
 
-  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray& array, int, int lane)
+  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray& array, int part, int lane,
+                       bool divided)
       : table(page_table(p.forward.pages, work.sequence, work.k)),
         range(Visible(p.forward, work.sequence, work.q.length, work.k.length), first_query(work), last_query(work)),
         length(work.k.length),
         lane(lane),
+        part(part),
+        at_once(kProducerLanes / kBoxes),
         page_stride(kWholeRows ? array.page_stride : 1),
-        box(lane % kBoxes) {}
+        own_tile(lane / kBoxes),
+        box(lane % kBoxes) {
+    if (kDividesBoxes && divided) {
+      at_once = kProducerLanes / kMostDivided;
+      own_tile = lane / kMostDivided;
+      box = lane % kMostDivided * kLoadWarps + part;
+    }
+  }
 
-  // Called for each key tile n before it is loaded. Every kAtOnce calls it finds the boxes of tile n and of the next
+  // Called for each key tile n before it is loaded. Every at_once calls it finds the boxes of tile n and of the next
   // ones before `end`.
   DEVICE void find(const Keys& key_tiles, int n, int end) {
     tile--;
     if (--ahead >= 0) return;
-    ahead = kAtOnce - 1;
-    tile = lane / kBoxes;
+    ahead = at_once - 1;
+    tile = own_tile;
     page = static_cast<int>(table.page_count) * page_stride;
     at = 0;
-    if (tile >= kAtOnce || n + tile >= end) return;
+    if (tile >= at_once || n + tile >= end || box >= kBoxes) return;
     const int key = key_tiles.first_key(n + tile) + box * kRows;
     if (!range.overlaps(key, kRows, length)) return;
     const int entry = table.entry(key);
@@ -89,14 +104,14 @@ struct KeyTileLoader {
     at = key - entry * table.page_rows;
   }
 
-  // Loads the key tile of the last find().
+  // Loads the warp's boxes of the key tile of the last find().
   template <int kBlocks>
   DEVICE void load(unsigned char* shared, const KeyArray& array, ptx::Mbarrier* barrier, int, int head) const {
     // All lanes must have seen that the slot is empty before its next round can begin: a lane that looked later would
     // wait for the round after.
     target::wave_sync();
-    if (lane == 0) ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
-    if (tile != 0) return;
+    if (lane == 0 && part == 0) ptx::mbarrier_arrive_expect(barrier, kBlocks * kTileK * 128);
+    if (tile != 0 || box >= kBoxes) return;
     if constexpr (kWholeRows) {
       ptx::copy_tensor_5d(shared + box * kRows / 8 * kBlocks * 1024, array.map, barrier, 0, 0, 0, at / 8, page + head);
       return;
@@ -111,7 +126,7 @@ template <>
 struct KeyTileLoader<0> {
   MapRows rows;
 
-  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray&, int, int)
+  DEVICE KeyTileLoader(const Sm90ForwardParams& p, const WorkTile& work, const KeyArray&, int, int, bool)
       : rows(map_rows(work, work.k, p.row_bound_k)) {}
 
   DEVICE static void find(const Keys&, int, int) {}

@@ -24,6 +24,10 @@ namespace forward {
 constexpr bool kFindsEarly = kBlockMask && !kStreamK;
 constexpr int kTilesLeft = 3;
 
+// Whether queries are asked for before keys where their slot is empty: in a block's first work, and in a further item
+// of a piece. In pages the first keys are asked for later, since their pages have to be looked up.
+constexpr bool kAsksAtOnce = kValuesApart && kQuerySlots == 1;
+
 // Rounds of tiles that the last sections of a ragged batch have, where tiles are unlike and no keys split them.
 constexpr int kLastRounds = kRagged && kRight && !kStreamK && !kPaged ? 2 : 0;
 
@@ -51,7 +55,7 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& o
   find(work, p, order, index, false);
 }
 // The query tiles that are split by keys: attn/schedule/stream_k.cuh.
-DEVICE StreamLine find_line(const Sm90ForwardParams& p, const BlockOrder& order) {
+DEVICE StreamLine find_line(const Sm90ForwardParams& p, const BlockOrder& order, int lane) {
   if constexpr (kRagged) {
     const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
     const auto key_tiles = [&](int64 n, bool last_apart) {
@@ -59,7 +63,7 @@ DEVICE StreamLine find_line(const Sm90ForwardParams& p, const BlockOrder& order)
       find(work, p, order, n, last_apart);
       return work.exists ? key_tiles_of(p.forward, work).count() : 0;
     };
-    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, order, p.stream_k, workers, key_tiles);
+    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, order, p.stream_k, workers, lane, key_tiles);
   } else {
     return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);
   }
@@ -108,6 +112,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
   Ring<kQuerySlots> queries;
   int64 index = target::block_index() / kCluster;
   int rest_end = -1;  // where the ticket's next item ends in the stream-K line; negative: its first item is next
+  const auto tell = [&] { ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[slot.slot]); };
   // Finds the next work, writes it to the next slot, and signals the warps that wait for it.
   const auto announce = [&] {
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
@@ -115,14 +120,17 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
       Item& work = s.work[slot.slot];
       find(work, p, BlockOrder{p.forward.order, s.own_order, p, nullptr}, s.line, index, rest_end);
       set_origin(work, rest_end < 0 ? nullptr : &s.work[slot.slot ^ 1]);
-      ptx::mbarrier_arrive(&(kKeyMask ? s.work_found : s.work_full)[slot.slot]);
+      // Where values come apart, the keys of a piece's next item would come while values of this one are still needed,
+      // which takes longer (docs/notes/hopper-forward.md). They wait until the consumers are done with these queries.
+      if (kAsksAtOnce && rest_end >= 0) ptx::mbarrier_wait(&s.queries_empty[queries.slot], queries.parity ^ 1);
+      tell();
     }
   };
   const auto announce_next = [&](unsigned ticket) {
     index = int64(ticket) + target::grid_size() / kCluster;
     announce();
   };
-  // The first work has been handed out (sm90/forward_first_work.cuh).
+  if (leads) tell();  // the first work has been found (sm90/forward_first_work.cuh)
   for (bool first = true;; first = false) {
     if (!kFindsEarly && !first) announce();
     const Item& work = s.work[slot.slot];
@@ -154,7 +162,8 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
                                                first_row, work.q.length, work.head);
       queries.advance();
     };
-    KeyTileLoader<kPageRows> loader(p, work, array_k, 0, lane);
+    const bool shared = shares_keys(work, span);
+    KeyTileLoader<kPageRows> loader(p, work, array_k, 0, lane, shared);
     const auto load_values = [&](int first_key) {
       if constexpr (kValuesApart) return;
       ptx::mbarrier_wait(&barriers.values_empty[values.slot], values.parity ^ 1);
@@ -162,12 +171,13 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
                                   first_key, kv_head);
       values.advance();
     };
-    // With one slot, queries are loaded after the first keys: so those keys need not wait until the consumers are done
-    // with the queries of the previous tile.
-    if (kQuerySlots > 1 && has_tiles(span)) ask_for_queries();
+    // With one slot, queries are else loaded after the first keys: so those keys need not wait until the consumers are
+    // done with the queries of the previous tile.
+    const bool at_once = kQuerySlots > 1 || (kAsksAtOnce && (first || rest_end >= 0));
+    if (at_once && has_tiles(span)) ask_for_queries();
     int first_key = has_tiles(span) ? key_tiles.first_key(span.begin) : 0, before = 0;
     // By how many tiles values come behind keys. Consumers need the values of a tile beside the keys of their next one.
-    const int lag = shares_keys(work, span) ? kConsumers : 1;
+    const int lag = shared ? kConsumers : 1;
     const auto load_last_values = [&] {
       if (lag == 1) {
         load_values(before);
@@ -194,7 +204,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
                                    kv_head);
       keys.advance();
       if (n == span.begin) {
-        if (kQuerySlots == 1) ask_for_queries();
+        if (!at_once) ask_for_queries();
       } else if (n - lag >= span.begin) {
         load_values(lag == 1 ? before : key_tiles.first_key(n - lag));
       }
@@ -217,12 +227,6 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     rest_end = rest_end_of(work);
     if (rest_end >= 0) {
       if (has_tiles(span)) load_last_values();
-      // Where values come apart, the keys of the next item would come while values of this one are still needed, which
-      // takes longer (docs/notes/hopper-forward.md). They wait until the consumers are done with these queries.
-      if constexpr (kValuesApart && kQuerySlots == 1) {
-        if (leads) ptx::mbarrier_wait(&s.queries_empty[queries.slot], queries.parity ^ 1);
-        target::wave_sync();
-      }
       continue;
     }
     // Taken no earlier, so that work goes to the block that is done first. It is early enough: the consumers are still
@@ -257,9 +261,17 @@ DEVICE void produce_part(const Sm90ForwardParams& p, const Maps& maps, SharedMem
     const Keys key_tiles = key_tiles_of(p.forward, work);
     const TileSpan span = span_of_item(key_tiles, work);
     const int kv_head = work.head / (p.forward.nheads_q / p.forward.nheads_kv);
-    KeyTileLoader<kPageRows> loader(p, work, array, part, lane);
+    const bool shared = shares_keys(work, span);
+    KeyTileLoader<kPageRows> loader(p, work, array, part, lane, shared);
+    // The second of two warps that divide boxes leaves tiles that consumers do not share to the first one, and does not
+    // wait for their slots. The parity of a slot that it comes back to says whether the last tile there was given back,
+    // if the one before that was. That one lies 2 * kStages tiles back. Either it belongs to a piece of work before the
+    // last one, which all consumers have left; or the last keys of that piece have been asked for, so all consumers
+    // have given back the keys kStages tiles before those, and the values two tiles before these.
+    const bool skips = kDividesBoxes && part > 0 && !shared && has_tiles(span);
+    if (skips) ring.skip(span.count());
 #pragma unroll 1
-    for (int n = span.begin; n < span.end; n++) {
+    for (int n = skips ? span.end : span.begin; n < span.end; n++) {
       loader.find(key_tiles, n, span.end);
       ptx::mbarrier_wait(&empty[ring.slot], ring.parity ^ 1);
       if constexpr (kKeys) {

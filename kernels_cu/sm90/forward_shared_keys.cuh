@@ -1,10 +1,9 @@
 // Query tiles that have rows for one consumer alone, in Hopper's forward: all consumers of a block work on these rows,
 // and each computes every kConsumers-th key tile.
 //
-// One consumer alone would compute about half as fast as the others together, since its slots of keys and values are
-// full again only some time after it has given them back. Of consumers that share key tiles each has slots of its own,
-// and gives them back on behalf of all consumers. At the end the results of all consumers are merged through the memory
-// of the queries.
+// One consumer alone would wait for loads: its slots of keys and values are full again only some time after it has
+// given them back. Of consumers that share key tiles each has slots of its own, and gives them back on behalf of all
+// consumers. At the end the results of all consumers are merged through the memory of the queries.
 #pragma once
 
 #include "attn/exponent.cuh"

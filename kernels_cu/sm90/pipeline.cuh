@@ -40,6 +40,12 @@ struct Ring {
       parity ^= 1;
     }
   }
+  // Move by any number of slots.
+  DEVICE void skip(int slots) {
+    const int rounds = (slot + slots) / kSlots;
+    slot += slots - rounds * kSlots;
+    parity ^= rounds & 1;
+  }
   DEVICE void retreat_by(int slots) {
     slot -= slots;
     if (slot < 0) {

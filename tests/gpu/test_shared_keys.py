@@ -109,6 +109,20 @@ def test_split_tiles_in_pages(page_size: int) -> None:
         check_pages(call, "sm90", causal=True)
 
 
+@pytest.mark.parametrize("page_size", [16, 40, 640])
+def test_pieces_in_pages(page_size: int) -> None:
+    """Pieces with rows for one consumer, and for all, in any order. Boxes of the former's tiles are divided among warps."""
+    draw = np.random.default_rng(page_size)
+    lens = tuple(int(n) for n in draw.integers(1, 4000, 40))
+    rows = tuple(
+        int(min(n, m)) for n, m in zip(lens, draw.choice([9, 16, 48, 60, 130], 40), strict=True)
+    )
+    call = paged(lens, page_size, rows=rows, dims=(128, 128), heads=(8, 2), packed=True)
+    with splitting():
+        for options in ({"causal": True}, {}):
+            check_pages(call, "sm90", **options)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [16, 3 * 48 + 10])
 def test_split_tiles(rows: int, causal: bool) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rawattn._kernels.sm90 import line_estimate
+from rawattn._kernels.sm90 import forward_config, line_estimate
 from tests import exhaustive
 from tests.paged import BFLOAT16, paged
 from tests.shim.device import MakeDevice
@@ -22,6 +22,9 @@ from tests.tiles import splitting
 pytestmark = pytest.mark.exhaustive
 
 THREE = (16, 3, 2, 1, False, True, 160, False)
+THREE_SLOTS = (16, 3, 3, 1, False, True, 160, False)
+TURNS = (48, 3, 3, 1, True, False, 160, True)
+FOUR = (32, 4, 4, 1, False, True, 112, False)
 LONE = (64, 1, 2, 1, False, True, 256, False)
 SHAPES = (LATE, WIDE, LONE)
 F16 = np.dtype(np.float16)
@@ -147,6 +150,32 @@ def test_last_tiles_are_weighed(hopper: MakeDevice, rows: int, lens: tuple[int, 
         for seed, call in enumerate(calls, 1):
             verify_sm90(hopper(seed), call, THREE, on_device=seed == 1)
             assert line_estimate.last_share(*share.call_args.args) > 0
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+@pytest.mark.parametrize(
+    ("shape", "page_size", "dims"),
+    [(THREE_SLOTS, 8, (16, 24)), (TURNS, 24, (40, 16)), (FOUR, 8, (64, 64))],
+    ids=str,
+)
+def test_boxes_of_shared_tiles_are_divided(
+    hopper: MakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[Any, ...],
+    page_size: int,
+    dims: tuple[int, int],
+    seed: int,
+) -> None:
+    """Two warps divide the boxes of tiles that consumers share, before, between and after pieces whose tiles one warp loads
+    alone: of fewer key tiles than slots, and of many."""
+    monkeypatch.setattr(forward_config, "_LEAST_SHARED_KEYS_PAGED", 144)
+    full = 64 * shape[1]
+    lens, rows = (330, 20, 150, 90, 400, 40, 200), (full + 20, 20, 30, full, 9, 50, full + 64)
+    call = paged(lens, page_size, rows=rows, dims=dims, heads=(2, 2), dtype=F16, packed=True)
+    with splitting():
+        device = hopper(seed)
+        verify_sm90(device, call, shape, on_device=True, causal=seed % 2 == 0)
+        assert "stream_k" in device.summaries[-1]
 
 
 @pytest.mark.parametrize("page_size", [8, 3])

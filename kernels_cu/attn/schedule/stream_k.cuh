@@ -88,25 +88,21 @@ struct StreamLine {
   }
   // The line of a ragged batch. It has the query tiles that remain after whole rounds of the grid, if its pieces are
   // enough shorter than the first of these tiles. Otherwise it has no tiles. Last tiles are weighed if the host asks
-  // for it, query tiles have about equally many keys, and pieces are long enough. workers: how many blocks, or
-  // clusters, take work at the same time. key_tiles(n, last_apart): key tiles of the query tile at index n. The host
-  // computes the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
+  // for it, query tiles have about equally many keys, and pieces are long enough. All lanes of a warp call it. workers:
+  // how many blocks, or clusters, take work at the same time. key_tiles(n, last_apart): key tiles of the query tile at
+  // index n. The host computes the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
   template <int kTileQ, int kHeads, class Order, class KeyTiles>
   DEVICE static StreamLine of_ragged(const ForwardParams& p, const Order& order, const StreamK& stream_k,
-                                     unsigned workers, const KeyTiles& key_tiles) {
+                                     unsigned workers, int lane, const KeyTiles& key_tiles) {
     const unsigned tiles = order.first_tile(p.batch), heads = p.nheads_q / kHeads;
     const int64 all = int64(tiles) * heads;
     const unsigned last = tiles % workers * heads % workers;
     const int64 lasts = int64(p.batch) * heads;
     // Key tiles of the longest query tile, of the shortest, and of the first that is split where last ones count as
-    // others. A loop, since to find a tile takes much code.
-    unsigned most = 0, fewest = 0, keys = 0;
-#pragma unroll 1
-    for (int n = stream_k.last_share > 0 ? 0 : 2; n < 3; n++) {
-      most = fewest;
-      fewest = keys;
-      keys = key_tiles(n == 0 ? 0 : n == 1 ? all - lasts - 1 : all - last, n < 2);
-    }
+    // others. A lane finds each of them, since that takes about a microsecond.
+    const int n = stream_k.last_share > 0 && lane < 2 ? lane : 2;
+    const auto own = static_cast<unsigned>(key_tiles(n == 0 ? 0 : n == 1 ? all - lasts - 1 : all - last, n < 2));
+    const unsigned most = target::shuffle(own, 0), fewest = target::shuffle(own, 1), keys = target::shuffle(own, 2);
     if (stream_k.last_share > 0 && fewest * int64(4) >= most * int64(3)) {
       const int longs = static_cast<int>((all - lasts) % workers);
       const int64 length =
@@ -139,10 +135,14 @@ struct StreamLine {
 
   static constexpr unsigned kHardlyLonger = 2;  // by how many key tiles at most
   static constexpr unsigned kFewTiles = 4;
-  // Whether pieces begin where a tile does every few tiles, or more often.
+  // Whether pieces begin where a tile does every few tiles, or more often: whether `tiles` divides so many times
+  // `pieces`.
   DEVICE static bool repeats(unsigned tiles, unsigned pieces) {
-    for (unsigned n = 1; n <= kFewTiles; n++) {
-      if (n * pieces % tiles == 0) return true;
+    const unsigned rest = pieces % tiles;
+    UNROLL for (unsigned n = 1; n <= kFewTiles; n++) {
+      UNROLL for (unsigned times = 0; times < n; times++) {
+        if (n * rest == times * tiles) return true;
+      }
     }
     return false;
   }

@@ -31,7 +31,7 @@ SHARES = 64  # in which a line counts a key tile
 # rows. Where none is given, and of tiles of two consumers, weighing loses. At head dim 128 all consumers share the keys of one
 # that has rows (`Config.shares_keys`). In pages their keys come later.
 _LAST_SHARES: dict[int, dict[int, int]] = {64: {1: 46, 2: 54}, 96: {}, 128: {1: 28, 2: 50}, 256: {}}
-_LAST_SHARES_PAGED = {**_LAST_SHARES, 128: {1: 34, 2: 50}}
+_LAST_SHARES_PAGED = {**_LAST_SHARES, 128: {1: 30, 2: 50}}
 # Lines are weighed only where that saves this fraction of all tiles, where at least so many tiles for each worker let pieces be
 # few, and from so many keys on.
 _LEAST_SAVING = 0.03
