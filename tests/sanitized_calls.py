@@ -31,7 +31,7 @@ from tests.gpu.test_hidden_nan import differentiate as check_nan_gradients
 from tests.gpu.test_masks import blocky
 from tests.gpu.test_masks import test_few_rows_on_many_keys as check_few_rows
 from tests.gpu.test_masks import test_ranges_and_predicates as check_ranges_and_predicates
-from tests.paged import paged
+from tests.paged import Paged, paged
 from tests.score_arrays import Pairs
 from tests.score_cases import EACH
 from tests.tiles import (
@@ -41,6 +41,7 @@ from tests.tiles import (
     clusters,
     large_tiles,
     shared_limit,
+    sharing,
     splitting,
     splitting_by_length,
     splitting_in_clusters,
@@ -325,10 +326,19 @@ def split_steps(everything: dict[str, Any]) -> list[Step]:
     ]
 
 
+def _check_shared_pages(call: Paged, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Check pages whose key tiles consumers of Hopper's forward share, from few keys on."""
+    with around(), sharing(240):
+        check_pages(call, "sm90", causal=True)
+
+
 def page_calls() -> list[Callable[[], None]]:
     """Paged calls: key tiles within a page, pages within a key tile, both forms of block table, and split-KV."""
     lens = (130, 0, 33, 700)
     masks: dict[str, Any] = {"window": (60, 0), "sink": 4}
+    # Query tiles whose pieces begin in one and end in the next: every other one has rows for one consumer.
+    shared: dict[str, Any] = {"rows": 48 + 16, "heads": (4, 1), "dims": (128, 128)}
+    pieces = tuple(range(960, 610, -7))
     return [
         partial(check_pages, paged(lens, 16, rows=1, heads=(8, 2), dims=(128, 128)), causal=True),
         partial(check_pages, paged(lens, 7, rows=5, pair=True, dtype=F32), num_splits=4),
@@ -344,6 +354,11 @@ def page_calls() -> list[Callable[[], None]]:
         partial(check_pages, paged((1100, 33), 16, heads=(37, 1), dims=(128, 128)), causal=True),
         partial(check_pages, paged((15000, 70), 16, heads=(2, 1), dims=(64, 64))),
         partial(check_pages, paged((90,) * 40, 16, rows=1, heads=(8, 8), dims=(64, 64))),
+        # Boxes of tiles that consumers share are divided among warps where tiles are split.
+        partial(_check_shared_pages, paged(pieces, 16, **shared), splitting),
+        partial(_check_shared_pages, paged(pieces, 40, **shared), splitting),
+        partial(_check_shared_pages, paged(pieces, 7, **shared), splitting),
+        partial(_check_shared_pages, paged((700, 90), 16, **shared), whole_tiles),
         partial(
             check_pages,
             paged(lens, 16, heads=(8, 2), dims=(128, 128), float8="arrays"),

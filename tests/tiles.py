@@ -17,7 +17,13 @@ from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import forward as portable_forward
 from rawattn._kernels.selection import only, using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
-from rawattn._kernels.sm90 import line_estimate, query_tiles, stream_k, tile_choice
+from rawattn._kernels.sm90 import (
+    forward_config,
+    line_estimate,
+    query_tiles,
+    stream_k,
+    tile_choice,
+)
 from rawattn._kernels.target import SHARED_LIMIT, Target
 from rawattn._runtime import kernel, on_gpu
 from rawattn._verbs import fast_path
@@ -127,6 +133,13 @@ def splitting(alike: bool = True) -> Iterator[None]:
         for name, value in least.items():
             stack.enter_context(mock.patch.object(stream_k, name, value))
         stack.enter_context(nothing_prepared())
+        yield
+
+
+@contextmanager
+def sharing(keys: int) -> Iterator[None]:
+    """Let consumers of Hopper's forward share the tiles of pieces of work from so few keys in pages on."""
+    with mock.patch.object(forward_config, "_LEAST_SHARED_KEYS_PAGED", keys), nothing_prepared():
         yield
 
 

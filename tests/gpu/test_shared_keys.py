@@ -16,7 +16,7 @@ from tests.frameworks import CuPy
 from tests.gpu.pages import check_pages
 from tests.paged import paged
 from tests.score_arrays import Pairs
-from tests.tiles import splitting, whole_tiles
+from tests.tiles import sharing, splitting, whole_tiles
 from tests.verify import verify
 
 CUPY = CuPy()
@@ -118,7 +118,7 @@ def test_pieces_in_pages(page_size: int) -> None:
         int(min(n, m)) for n, m in zip(lens, draw.choice([9, 16, 48, 60, 130], 40), strict=True)
     )
     call = paged(lens, page_size, rows=rows, dims=(128, 128), heads=(8, 2), packed=True)
-    with splitting():
+    with splitting(), sharing(240):
         for options in ({"causal": True}, {}):
             check_pages(call, "sm90", **options)
 

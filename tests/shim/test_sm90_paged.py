@@ -10,13 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rawattn._kernels.sm90 import forward_config, line_estimate
+from rawattn._kernels.sm90 import line_estimate
 from tests import exhaustive
 from tests.paged import BFLOAT16, paged
 from tests.shim.device import MakeDevice
 from tests.shim.paged import LATE, OPTIONS, WIDE, finite, run_on_device, verify_sm90, with_any_ids
 from tests.shim.whole import small_tiles
-from tests.tiles import splitting
+from tests.tiles import sharing, splitting
 
 # Exhaustive runs only: .ci/gpu tests these kernels on a GPU before a change of them lands.
 pytestmark = pytest.mark.exhaustive
@@ -160,7 +160,6 @@ def test_last_tiles_are_weighed(hopper: MakeDevice, rows: int, lens: tuple[int, 
 )
 def test_boxes_of_shared_tiles_are_divided(
     hopper: MakeDevice,
-    monkeypatch: pytest.MonkeyPatch,
     shape: tuple[Any, ...],
     page_size: int,
     dims: tuple[int, int],
@@ -168,12 +167,11 @@ def test_boxes_of_shared_tiles_are_divided(
 ) -> None:
     """Two warps divide the boxes of tiles that consumers share, before, between and after pieces whose tiles one warp loads
     alone: of fewer key tiles than slots, and of many."""
-    monkeypatch.setattr(forward_config, "_LEAST_SHARED_KEYS_PAGED", 144)
     full = 64 * shape[1]
     lens, rows = (330, 20, 150, 90, 400, 40, 200), (full + 20, 20, 30, full, 9, 50, full + 64)
     call = paged(lens, page_size, rows=rows, dims=dims, heads=(2, 2), dtype=F16, packed=True)
-    with splitting():
-        device = hopper(seed)
+    with splitting(), sharing(144):
+        device = hopper(seed, checked=seed == 6)
         verify_sm90(device, call, shape, on_device=True, causal=seed % 2 == 0)
         assert "stream_k" in device.summaries[-1]
 
