@@ -195,6 +195,9 @@ def matrix() -> list[Step]:
         steps.append(Step(dense("few", 1, 40, 1500, **knobs, headdim=headdim)))
     lens = (150, 9, 0), (700, 500, 40)
     steps.append(Step(ragged("shared-ragged", *lens, **knobs, on_device=True), around=splitting))
+    lens = (200, 210, 255), (1500, 1430, 1480)
+    weighed = padded("weighed", *lens, 255, 1500, **one, headdim=128, on_device=True)
+    steps.append(Step(weighed, around=splitting))
     steps.append(Step(dense("kept", 5, 600, 600, nheads_q=14, nheads_kv=14, causal=True)))
     steps += [
         Step(case, backward=True, around=large_tiles if n % 2 else nullcontext)

@@ -34,6 +34,24 @@ def test_last_tiles_that_are_weighed(group: int, rows: int, heads: int) -> None:
     assert weighed == (heads not in (3, 6, 12))
 
 
+@pytest.mark.parametrize(
+    ("rows", "weighed"),
+    [((197,) * 64, True), ((208, 193) * 32, True), ((250, 130) * 32, False), ((192,) * 64, False)],
+)
+def test_last_tiles_of_a_packed_batch(rows: tuple[int, ...], weighed: bool) -> None:
+    """Last tiles of a packed batch may be weighed if so many rows can be rows for as many consumers in all sequences."""
+    q = np.broadcast_to(np.float16(0), (sum(rows), 4, 128))
+    k = np.broadcast_to(np.float16(0), (64 * 9000, 1, 128))
+    starts = [np.cumsum((0, *lens)).astype(np.int32) for lens in (rows, (9000,) * 64)]
+    problem, _ = describe(
+        q, k, k, causal=True, seqs=SeqLayout(seqstart_q=starts[0], seqstart_k=starts[1])
+    )
+    heads = heads_per_tile(problem, 192)
+    busy = line_estimate.busy_consumers(problem, 3, heads)
+    assert busy == 3 * (max(rows) // 48) + -(-(max(rows) % 48) // 16)
+    assert (line_estimate.last_share(problem, 3, 80, heads, 132, 1) > 0) == weighed
+
+
 def test_lengths_of_a_packed_batch() -> None:
     """Lengths that a packed batch may have use its rows up. In pages nobody has counted the keys."""
     fields = {"consumers": 1, "tile_k": 32}

@@ -230,6 +230,8 @@ struct StreamK {
   int begin;
   // what the last query tile of a head, which has few rows, counts in the line, in 64ths of another; 0: as much
   int last_share;
+  // for ragged batches: how many consumers must have rows of each sequence for last_share to hold; 0: they have
+  int busy_consumers;
 };
 
 // A mask with a bool for each key, side by side, the same for all rows and heads of a sequence.

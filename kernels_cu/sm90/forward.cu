@@ -205,7 +205,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         self.wait_for_values();
         mask.clear(s, self.values.slot, index);
         // In ascending order the sequence ends in the last tile, whose values are cleared after this loop.
-        if constexpr (key_tile_order<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, index);
+        if constexpr (key_tile_order<Visible>() != TileOrder::kUp) past_end.clear(s, self.values.slot, self.lane);
         self.start_output(o, probabilities);
         prepare(n);
         ptx::wgmma_wait<1>();
@@ -226,7 +226,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
       if (!shares) leave_queries();
       self.wait_for_values();
       mask.clear(s, self.values.slot, index);
-      past_end.clear(s, self.values.slot, index);
+      past_end.clear(s, self.values.slot, self.lane);
       self.start_output(o, probabilities);
       ptx::wgmma_wait<0>();
       self.release_values();

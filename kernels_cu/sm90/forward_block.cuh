@@ -232,6 +232,7 @@ static_assert(sizeof(Params) == sizeof(Sm90ForwardParams) + 4 * kCarriedWords, "
 template <bool kUsed>
 struct SeenLengths {
   DEVICE bool look(const Params&, int) { return false; }
+  DEVICE bool have_rows_for(int, int, int) const { return true; }
 };
 template <>
 struct SeenLengths<true> {
@@ -250,6 +251,15 @@ struct SeenLengths<true> {
       differ |= replace(k[n], span_of(side_k, n));
     }
     return differ;
+  }
+  // Whether each sequence has rows for so many consumers, in all tiles of a head together. All lanes of a warp call it.
+  DEVICE bool have_rows_for(int consumers, int batch, int lane) const {
+    bool differ = false;
+    for (int n = lane; n < batch; n += target::kWave) {
+      const int tiles = q[n].length / kTileQ, rest = q[n].length - tiles * kTileQ;
+      differ |= tiles * kConsumers + (rest * kHeadsPerTile + 63) / 64 != consumers;
+    }
+    return !target::wave_any(differ);
   }
 
  private:
@@ -291,13 +301,14 @@ struct OwnOrder<true> {
   DEVICE void put_total(int batch, int tiles) { first_tiles[batch] = tiles; }
 };
 // The order of a ragged batch, for the producer: from global memory (data) where a launch has left one, else this
-// block's own. seen: where its sequences lay, if memory must not be read, else null.
-template <bool kUsed>
+// block's own. kSeen: where its sequences lie is known from `seen`, and memory is not read, since an earlier kernel may
+// still write it.
+template <bool kUsed, bool kSeen>
 struct OrderOfBlock {
   OrderedSequence* data;
   const OwnOrder<kUsed>& own;
   const Params& params;
-  const SeenLengths<kUsed>* seen;
+  const SeenLengths<kUsed>* seen = nullptr;
 
   DEVICE int first_tile(int position) const {
     return data != nullptr ? data[position].first_tile : own.first_tiles[position];
@@ -308,12 +319,19 @@ struct OrderOfBlock {
   DEVICE OrderedSequence at(const ForwardParams& p, int position) const {
     if (data != nullptr) return data[position];
     const int sequence = own.sequences[position];
-    const Span q = seen != nullptr ? seen->q[sequence] : span_of(params.resolve(p.q_side), sequence);
-    const Span k = seen != nullptr ? seen->k[sequence] : span_of(params.resolve(p.k_side), sequence);
+    Span q, k;
+    if constexpr (kSeen) {
+      q = seen->q[sequence];
+      k = seen->k[sequence];
+    } else {
+      q = span_of(params.resolve(p.q_side), sequence);
+      k = span_of(params.resolve(p.k_side), sequence);
+    }
     return {q.start, k.start, q.length, k.length, sequence, own.first_tiles[position]};
   }
 };
-using BlockOrder = OrderOfBlock<kRagged>;
+using BlockOrder = OrderOfBlock<kRagged, false>;
+using SeenOrder = OrderOfBlock<kRagged, true>;
 struct SharedMemory : Tiles {
   // keys_full and keys_empty come first: `Consumer` relies on their offsets.
   ptx::Mbarrier keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];

@@ -25,6 +25,39 @@ struct FirstWorkRoom {
 };
 static_assert(sizeof(FirstWorkRoom) <= kQueryBytes, "it is their place");
 
+// Finds the first work in a given order. Called by the lanes of the first warp. first: its slot.
+template <class Work>
+DEVICE void find_first_work(const Params& p, SharedMemory& s, Work& first, const SeenOrder& order, int lane) {
+  const int64 own = target::block_index() / kCluster;
+  if constexpr (kStreamK) {
+    StreamLine line = find_line(p, order, lane);
+    Work work;
+    const unsigned left = kRagged && line.tiles == 0 ? line.left(workers()) : 0;
+    bool cut = left == 0;
+    if constexpr (kRagged && !kBlockMask) {
+      if (!cut && left == line.whole) {  // all tiles are split: this takes a fifth of the time of find()
+        line.cut(p.stream_k, workers(), left, key_tiles_of_first(p, order));
+        cut = true;
+      }
+    }
+    // Not unrolled, so that the same instructions find the first tile of the line and then the work: instructions that
+    // run once take about as long to fetch as to execute.
+#pragma unroll 1
+    for (;; cut = true) {
+      find(work, p, order, line, cut ? own : line.whole - left, -1);
+      if (cut) break;
+      line.cut(p.stream_k, workers(), left, work.exists ? work.keys.count() : 0);
+    }
+    if (lane > 0) return;
+    s.line = line;
+    first = work;
+  } else {
+    if (lane > 0) return;
+    find(first, p, order, s.line, own, -1);
+  }
+  set_origin(first, nullptr);
+}
+
 // Waits for earlier kernels, and finds the block's first work. Called by the lanes of the first warp.
 DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
   FirstWorkRoom& room = *reinterpret_cast<FirstWorkRoom*>(s.queries[0]);
@@ -35,15 +68,7 @@ DEVICE void find_first_work(const Params& p, SharedMemory& s, int lane) {
   for (;;) {
     target::wave_sync();
     if (own_order) s.own_order.find(p, room.lengths, room.order);
-    const BlockOrder order{p.forward.order, s.own_order, p, &room.lengths};
-    if constexpr (kStreamK) {
-      const StreamLine line = find_line(p, order, lane);
-      if (lane == 0) s.line = line;
-    }
-    if (lane == 0) {
-      find(s.work[0], p, order, s.line, target::block_index() / kCluster, -1);
-      set_origin(s.work[0], nullptr);
-    }
+    find_first_work(p, s, s.work[0], SeenOrder{p.forward.order, s.own_order, p, &room.lengths}, lane);
     if (prior_done) break;
     target::wait_for_prior_kernels();
     prior_done = true;

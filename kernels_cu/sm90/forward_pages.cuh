@@ -145,12 +145,15 @@ struct RowsPastEnd {
 
   DEVICE void load(int first_key, int length) { begin = length - first_key; }
   // Clears the tile in a slot of the ring, once it is full. Only the box that holds the sequence's end needs it: the
-  // boxes after it came as zeros.
-  DEVICE void clear(SharedMemory& s, int slot, int consumer) const {
+  // boxes after it came as zeros. Each warp clears all rows for its own product and waits for no other warp. (A barrier
+  // of one consumer alone would also make compute-sanitizer report a race where consumers meet later: it takes threads
+  // that have come to unlike numbers of barriers for unordered.)
+  DEVICE void clear(SharedMemory& s, int slot, int lane) const {
     if (begin >= kTileK || begin % kRows == 0) return;
     const int end = begin / kRows * kRows + kRows;
-    for (int row = begin + target::thread_index() % kWarpgroup; row < end; row += kWarpgroup) clear_value(s, slot, row);
-    publish_cleared_values(consumer);
+    for (int row = begin + lane; row < end; row += target::kWave) clear_value(s, slot, row);
+    ptx::fence_async_proxy();
+    target::wave_sync();
   }
 };
 template <>

@@ -31,11 +31,18 @@ constexpr bool kAsksAtOnce = kValuesApart && kQuerySlots == 1;
 // Rounds of tiles that the last sections of a ragged batch have, where tiles are unlike and no keys split them.
 constexpr int kLastRounds = kRagged && kRight && !kStreamK && !kPaged ? 2 : 0;
 
-// Finds the work at an index of the schedule. last_apart: as of find_work_tile().
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, int64 index, bool last_apart) {
+// Blocks, or clusters of them, that take work at the same time.
+DEVICE unsigned workers() { return static_cast<unsigned>(target::grid_size()) / kCluster; }
+
+DEVICE void clamp_to_pages(WorkTile& work, const Sm90ForwardParams& p) {
+  if constexpr (kPaged) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
+}
+// Finds the work at an index of the schedule. apart: as of find_work_tile().
+template <class Order>
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const Order& order, int64 index, int apart) {
   const int last_tiles = kLastRounds * static_cast<int>(target::grid_size()) / kCluster;
   work = find_work_tile<kRagged, kRight, kClusterQ, kHeadsPerTile>(p.forward, order, index, p.kept_tiles, last_tiles,
-                                                                   last_apart);
+                                                                   apart);
   if constexpr (kBlockMask) {
     if (work.exists && p.forward.block_mask.lists.order != nullptr) {
       const int last = (work.q.length - 1) / kClusterQ;
@@ -46,30 +53,47 @@ DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& o
       work.tile = tile < last ? tile : last;
     }
   }
-  if constexpr (kPaged) {
-    if (work.exists) work.k.length = length_in_pages(p.forward.pages, work.sequence, work.k.length);
-  }
+  if (work.exists) clamp_to_pages(work, p);
 }
-DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const BlockOrder& order, const StreamLine&, int64 index,
-                 int) {
-  find(work, p, order, index, false);
+template <class Order>
+DEVICE void find(WorkTile& work, const Sm90ForwardParams& p, const Order& order, const StreamLine&, int64 index, int) {
+  find(work, p, order, index, 0);
 }
-// The query tiles that are split by keys: attn/schedule/stream_k.cuh.
-DEVICE StreamLine find_line(const Sm90ForwardParams& p, const BlockOrder& order, int lane) {
+// The query tiles that are split by keys: attn/schedule/stream_k.cuh. Of a ragged batch the line is still to be cut,
+// unless it weighs last tiles.
+DEVICE StreamLine find_line(const Sm90ForwardParams& p, const SeenOrder& order, int lane) {
   if constexpr (kRagged) {
-    const unsigned workers = static_cast<unsigned>(target::grid_size()) / kCluster;
-    const auto key_tiles = [&](int64 n, bool last_apart) {
-      WorkTile work;
-      find(work, p, order, n, last_apart);
-      return work.exists ? key_tiles_of(p.forward, work).count() : 0;
+    const auto key_tiles_at_end = [&](bool longest) {
+      WorkTile work = find_end<kRagged, kRight, kClusterQ>(p.forward, order, longest);
+      clamp_to_pages(work, p);
+      return key_tiles_of(p.forward, work).count();
     };
-    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, order, p.stream_k, workers, lane, key_tiles);
+    const int busy = p.stream_k.busy_consumers;
+    const bool weighs =
+        p.stream_k.last_share > 0 && (busy == 0 || order.seen->have_rows_for(busy, p.forward.batch, lane));
+    return StreamLine::of_ragged<kClusterQ, kHeadsPerTile>(p.forward, order, p.stream_k, weighs, workers(), lane,
+                                                           key_tiles_at_end);
   } else {
     return StreamLine::of_dense<kClusterQ, kHeadsPerTile>(p.forward, p.stream_k);
   }
 }
-DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& order, const StreamLine& line,
-                 int64 index, int rest_end) {
+// Key tiles of the first query tile of a ragged batch: without a mask, the longest tile of the first sequence of the
+// order that has any.
+template <bool kUsed>
+DEVICE int key_tiles_of_first(const Sm90ForwardParams& p, const OrderOfBlock<kUsed, true>& order) {
+  if constexpr (kUsed) {
+    WorkTile work;
+    find_position<kUsed>(p.forward, order, order.position(p.forward.batch, 0), work);
+    work.head = 0;
+    work.tile = kRight ? (work.q.length + kClusterQ - 1) / kClusterQ - 1 : 0;
+    clamp_to_pages(work, p);
+    return key_tiles_of(p.forward, work).count();
+  }
+  return 0;
+}
+template <class Order>
+DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const Order& order, const StreamLine& line, int64 index,
+                 int rest_end) {
   if (kUnequalTiles && p.stream_k.rows > 0) {
     const UnequalTilesLine<kClusterQ, kHeadsPerTile> unequal{p.forward, p.stream_k};
     unequal.find(work, index, rest_end, [&](const WorkTile& tile) {
@@ -79,7 +103,7 @@ DEVICE void find(WorkItem& work, const Sm90ForwardParams& p, const BlockOrder& o
   } else {
     index = line.find(work, index, rest_end);
     ptx::compiler_fence();
-    find(static_cast<WorkTile&>(work), p, order, index, line.lasts > 0);
+    find(static_cast<WorkTile&>(work), p, order, index, line.apart);
   }
   if (!work.exists) return;
   const TileSpan all = key_tiles_of(p.forward, work);
@@ -118,7 +142,7 @@ DEVICE void produce(const Params& p, const Maps& maps, SharedMemory& s, int lane
     ptx::mbarrier_wait(&s.work_empty[slot.slot], slot.parity ^ 1);
     if (leads) {
       Item& work = s.work[slot.slot];
-      find(work, p, BlockOrder{p.forward.order, s.own_order, p, nullptr}, s.line, index, rest_end);
+      find(work, p, BlockOrder{p.forward.order, s.own_order, p}, s.line, index, rest_end);
       set_origin(work, rest_end < 0 ? nullptr : &s.work[slot.slot ^ 1]);
       // Where values come apart, the keys of a piece's next item would come while values of this one are still needed,
       // which takes longer (docs/notes/hopper-forward.md). They wait until the consumers are done with these queries.

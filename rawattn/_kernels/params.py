@@ -251,6 +251,11 @@ _STREAM_K = _struct(
         "last_share",
         "what the last query tile of a head, which has few rows, counts in the line, in 64ths of another; 0: as much",
     ),
+    (
+        "int",
+        "busy_consumers",
+        "for ragged batches: how many consumers must have rows of each sequence for last_share to hold; 0: they have",
+    ),
 )
 _KEY_MASK = _struct(
     "KeyMask",

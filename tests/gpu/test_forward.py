@@ -193,6 +193,24 @@ def test_last_tiles_are_weighed(
             assert _last_launch("stream_k")["last_share"] > 0
 
 
+@pytest.mark.parametrize("lens", [(200, 210, 255), (200, 255, 190), (200, 0, 250)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_last_tiles_are_weighed_by_lengths_on_the_device(
+    lens: tuple[int, ...], causal: bool
+) -> None:
+    """The kernel weighs last tiles where all sequences have rows for four consumers, which it alone knows."""
+    keys = (1500, 1430, 1480)
+    knobs = {"nheads_q": 3, "nheads_kv": 3, "headdim": 128, "causal": causal}
+    with only("sm90"), splitting():
+        for case in (
+            padded("weighed", lens, keys, 255, 1500, **knobs, on_device=True),
+            ragged("weighed-packed", lens, keys, **knobs),
+        ):
+            verify(case, CUPY)
+            if compiler.device_arch(0) == sm90_forward.ARCH and (min(lens) or not case.packed):
+                assert _last_launch("stream_k")["busy_consumers"] == 4
+
+
 @pytest.mark.parametrize(
     ("rows_q", "rows_k", "nheads_q", "nheads_kv"),
     [(256, 33000, 8, 2), (700, 9000, 12, 3), (77, 9000, 20, 4)],

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rawattn._kernels.sm90 import line_estimate
+from rawattn._kernels.sm90 import line_estimate, stream_k
 from tests import exhaustive
 from tests.paged import BFLOAT16, paged
 from tests.shim.device import MakeDevice
@@ -150,6 +150,30 @@ def test_last_tiles_are_weighed(hopper: MakeDevice, rows: int, lens: tuple[int, 
         for seed, call in enumerate(calls, 1):
             verify_sm90(hopper(seed), call, THREE, on_device=seed == 1)
             assert line_estimate.last_share(*share.call_args.args) > 0
+
+
+@pytest.mark.parametrize("rows", [(197, 210, 255), (197, 255, 190), (197, 0, 250)], ids=str)
+def test_last_tiles_are_weighed_by_lengths_on_the_device(
+    hopper: MakeDevice, rows: tuple[int, ...]
+) -> None:
+    """The kernel weighs last tiles where all sequences have rows for four consumers, which it alone knows."""
+    knobs: dict[str, Any] = {"rows": rows, "dims": (16, 24), "heads": (2, 2), "dtype": F16}
+    lines: list[Any] = []
+
+    def keep(*args: Any) -> Any:
+        lines.append(split(*args))
+        return lines[-1]
+
+    split = stream_k.split
+    with splitting(), mock.patch.object(stream_k, "split", keep):
+        for seed, layout in enumerate(({"room_q": 255}, {"packed": True}), 1):
+            call = paged((330, 300, 320), 8, **knobs, **layout)
+            verify_sm90(hopper(seed), call, THREE, on_device=True)
+            if (
+                sum(rows) > 3 * 192 or "room_q" in layout
+            ):  # else a packed batch has too few rows for that
+                assert lines[-1].last_share > 0
+                assert lines[-1].busy_consumers == 4
 
 
 @pytest.mark.parametrize("seed", range(1, 7))

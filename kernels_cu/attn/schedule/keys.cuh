@@ -25,7 +25,7 @@ DEVICE KeyWorkTile find_key_work_tile(const BackwardParams& p, int64 index) {
   find_sequence<kRagged, true, kTileK>(f, OrderOfWaves<kAllUniform>{f.order}, f.nheads_kv, index, work);
   const int tiles = (work.k.length + kTileK - 1) / kTileK;
   const HeadTile found =
-      find_head(index, tiles, f.nheads_kv, 1, sections_of(f.nheads_kv, work.q.length, p.section_queries));
+      find_head(index, tiles, f.nheads_kv, f.nheads_kv, sections_of(f.nheads_kv, work.q.length, p.section_queries));
   work.kv_head = found.head;
   work.tile = found.tile;
   return work;

@@ -52,6 +52,17 @@ DEVICE void find_position(const ForwardParams& p, const Order& order, int positi
   }
 }
 
+// The longest query tile of a ragged batch, or the shortest, but for the last tile of each head. All sequences must
+// have equally many tiles, two or more. It is one of the first head.
+template <bool kRagged, bool kLongestTileLast, int kTileQ, class Order>
+DEVICE WorkTile find_end(const ForwardParams& p, const Order& order, bool longest) {
+  WorkTile work;
+  find_position<kRagged>(p, order, longest ? 0 : p.batch - 1, work);
+  work.head = 0;
+  work.tile = longest && kLongestTileLast ? (work.q.length + kTileQ - 1) / kTileQ - 2 : 0;
+  return work;
+}
+
 // A tile has kTileQ rows of each of kHeads neighbouring heads; work.head is the first of these. deferred: how many
 // tiles of each head come after those of all heads that are not deferred. They are the first ones of the head, and only
 // dense batches whose longest tile is the last (kLongestTileLast) defer any.
@@ -60,11 +71,11 @@ DEVICE void find_position(const ForwardParams& p, const Order& order, int positi
 // the longest tiles come first. So none of them begins when most blocks have nothing left to do. Where most keys come
 // before the queries, tiles are alike, and small sections read keys less often.
 //
-// last_apart: the last tile of each head comes behind all others of all heads. All sequences must have equally many
-// queries then, with no starts and lengths of their own, and two tiles or more.
+// apart: unless 0, the last tile of each head comes behind all others of all heads. All sequences must have this many
+// tiles then, two or more.
 template <bool kRagged, bool kLongestTileLast, int kTileQ, int kHeads = 1, class Order>
 DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64 index, int deferred = 0,
-                               int last_tiles = 0, bool last_apart = false) {
+                               int last_tiles = 0, int apart = 0) {
   if constexpr (!kRagged && kLongestTileLast) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
     const int64 before = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ - deferred);
@@ -73,13 +84,13 @@ DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64
   WorkTile work;
   const int nheads = p.nheads_q / kHeads;
   bool is_last = false;
-  if (last_apart) {
-    const int last = static_cast<int>((p.q_side.rows + kTileQ - 1) / kTileQ) - 1;
+  if (apart > 0) {
+    const int last = apart - 1;
     const int64 before = int64(p.batch) * nheads * last;
     const bool behind = index >= before;
     if (behind) index -= before;
     const int64 of_sequence = int64(nheads) * (behind ? 1 : last);
-    const int position = static_cast<int>(index / of_sequence);
+    const int position = index < of_sequence ? 0 : static_cast<int>(index / of_sequence);
     index -= position * of_sequence;
     find_position<kRagged>(p, order, position, work);
     if (behind) {
@@ -91,13 +102,13 @@ DEVICE WorkTile find_work_tile(const ForwardParams& p, const Order& order, int64
     is_last = find_sequence<kRagged, false, kTileQ>(p, order, nheads, index, work, deferred);
   }
   if (!work.exists) return work;
-  const int tiles = (work.q.length + kTileQ - 1) / kTileQ - last_apart;
+  const int tiles = (work.q.length + kTileQ - 1) / kTileQ - (apart > 0);
   int sections = sections_of(p.nheads_kv, work.k.length, p.section_keys);
   if (last_tiles > 0 && is_last && work.k.length / 2 <= work.q.length) {
     const int most = static_cast<int>(static_cast<unsigned>(nheads) * tiles / last_tiles);  // any is right if it wraps
     sections = most < 1 ? 1 : most < sections ? most : sections;
   }
-  const HeadTile found = find_head(index, tiles - deferred, p.nheads_kv, nheads / p.nheads_kv, sections);
+  const HeadTile found = find_head(index, tiles - deferred, nheads, p.nheads_kv, sections);
   work.head = found.head * kHeads;
   work.tile = found.tile;
   work.exists = work.tile < tiles;  // may be false: unchecked lengths can make a schedule that does not add up

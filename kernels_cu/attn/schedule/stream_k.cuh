@@ -69,10 +69,10 @@ struct WorkItem : WorkTile {
 // A line of alike query tiles. `whole` query tiles come before it in the schedule, each as one item. Then come the
 // `tiles` that are split, in pieces of `piece` units. Each has `begin` units and then those of its keys: `units`, or
 // `last_units` of each of the `lasts` at the end, which are last tiles of heads. lasts: 0 where last tiles count as
-// others and come among them.
+// others and come among them. apart: as of find_work_tile().
 struct StreamLine {
   int64 whole;
-  int tiles, piece, units, lasts, last_units, begin;
+  int tiles, piece, units, lasts, last_units, begin, apart;
 
   static constexpr int kShares = 64;
 
@@ -80,57 +80,65 @@ struct StreamLine {
   template <int kTileQ, int kHeads>
   DEVICE static StreamLine of_dense(const ForwardParams& p, const StreamK& stream_k) {
     const int64 heads = int64(p.batch) * (p.nheads_q / kHeads);
-    const int64 all = heads * ((p.q_side.rows + kTileQ - 1) / kTileQ);
+    const int tiles = static_cast<int>((p.q_side.rows + kTileQ - 1) / kTileQ);
     const bool weighs = stream_k.last_share > 0;
-    const int last_units = stream_k.units / kShares * stream_k.last_share;
-    return {all - stream_k.tiles, stream_k.tiles, stream_k.piece, stream_k.units, weighs ? static_cast<int>(heads) : 0,
-            last_units,           stream_k.begin};
+    return {heads * tiles - stream_k.tiles,
+            stream_k.tiles,
+            stream_k.piece,
+            stream_k.units,
+            weighs ? static_cast<int>(heads) : 0,
+            stream_k.units / kShares * stream_k.last_share,
+            stream_k.begin,
+            weighs ? tiles : 0};
   }
-  // The line of a ragged batch. It has the query tiles that remain after whole rounds of the grid, if its pieces are
-  // enough shorter than the first of these tiles. Otherwise it has no tiles. Last tiles are weighed if the host asks
-  // for it, query tiles have about equally many keys, and pieces are long enough. All lanes of a warp call it. workers:
-  // how many blocks, or clusters, take work at the same time. key_tiles(n, last_apart): key tiles of the query tile at
-  // index n. The host computes the same for dense batches (rawattn/_kernels/sm90/forward_steps.py).
-  template <int kTileQ, int kHeads, class Order, class KeyTiles>
-  DEVICE static StreamLine of_ragged(const ForwardParams& p, const Order& order, const StreamK& stream_k,
-                                     unsigned workers, int lane, const KeyTiles& key_tiles) {
-    const unsigned tiles = order.first_tile(p.batch), heads = p.nheads_q / kHeads;
-    const int64 all = int64(tiles) * heads;
-    const unsigned last = tiles % workers * heads % workers;
-    const int64 lasts = int64(p.batch) * heads;
-    // Key tiles of the longest query tile, of the shortest, and of the first that is split where last ones count as
-    // others. A lane finds each of them, since that takes about a microsecond.
-    const int n = stream_k.last_share > 0 && lane < 2 ? lane : 2;
-    const auto own = static_cast<unsigned>(key_tiles(n == 0 ? 0 : n == 1 ? all - lasts - 1 : all - last, n < 2));
-    const unsigned most = target::shuffle(own, 0), fewest = target::shuffle(own, 1), keys = target::shuffle(own, 2);
-    if (stream_k.last_share > 0 && fewest * int64(4) >= most * int64(3)) {
+  // The line of a ragged batch is found in two steps. This is the first: if `weighs`, the line that weighs last tiles,
+  // provided that query tiles have about equally many keys and that pieces are long enough. Otherwise a line without
+  // tiles, which cut() may give some. All lanes of a warp call it. workers: how many blocks, or clusters, take work at
+  // the same time. key_tiles_at_end(longest): key tiles of find_end(). The host computes the same for dense batches
+  // (rawattn/_kernels/sm90/stream_k.py).
+  template <int kTileQ, int kHeads, class Order, class KeyTilesAtEnd>
+  DEVICE static StreamLine of_ragged(const ForwardParams& p, const Order& order, const StreamK& stream_k, bool weighs,
+                                     unsigned workers, int lane, const KeyTilesAtEnd& key_tiles_at_end) {
+    const int64 heads = p.nheads_q / kHeads, all = order.first_tile(p.batch) * heads;
+    if (weighs) {
+      // A lane finds each of the two, since that takes long.
+      const auto own = static_cast<unsigned>(key_tiles_at_end(lane == 0));
+      const unsigned most = target::shuffle(own, 0), fewest = target::shuffle(own, 1);
+      const int64 lasts = p.batch * heads;
       const int longs = static_cast<int>((all - lasts) % workers);
       const int64 length =
           (int64(longs) * kShares + lasts * stream_k.last_share) * most + (longs + lasts) * stream_k.begin;
       const int64 piece = (length + workers - 1) / workers;
-      if (piece >= int64(stream_k.least_piece) * kShares && length < int64(1) << 31)
+      const bool alike = fewest * int64(4) >= most * int64(3);
+      if (alike && piece >= int64(stream_k.least_piece) * kShares && length < int64(1) << 31)
         return {all - lasts - longs,     static_cast<int>(longs + lasts),
                 static_cast<int>(piece), static_cast<int>(kShares * most),
                 static_cast<int>(lasts), static_cast<int>(stream_k.last_share * most),
-                stream_k.begin};
+                stream_k.begin,          (order.at(p, 0).tiled_length + kTileQ - 1) / kTileQ};
     }
-    if (last > 0) {
-      const unsigned enough = last * keys / stream_k.least_piece, some = enough < workers ? enough : workers;
-      // A piece that ends in the next tile has to begin once more there. So tiles are cut into the same number of
-      // pieces each, if pieces are hardly longer then.
-      const unsigned even = some / last * last;
-      const bool hardly = even > 0 && quotient_up(keys * last, even) <= quotient_up(keys * last, some) + kHardlyLonger;
-      const unsigned pieces = hardly ? even : some;
-      if (pieces > last && (pieces - last) * keys >= stream_k.least_gain * pieces) {
-        const unsigned part = quotient_up(keys, pieces), units = pieces * part;
-        const unsigned begin =
-            repeats(last, pieces) ? 0 : static_cast<unsigned>(int64(units) * stream_k.begin / (int64(keys) * kShares));
-        const unsigned piece = last * part + quotient_up(last * begin, pieces);
-        return {all - last, static_cast<int>(last),  static_cast<int>(piece), static_cast<int>(units),
-                0,          static_cast<int>(units), static_cast<int>(begin)};
-      }
-    }
-    return {all, 0, 1, 1, 0, 1, 0};
+    return {all, 0, 1, 1, 0, 1, 0, 0};
+  }
+  // How many tiles of a line without tiles remain after whole rounds of the grid.
+  DEVICE unsigned left(unsigned workers) const {
+    return static_cast<unsigned>(whole < workers ? whole : whole % workers);
+  }
+  // Splits the last tiles of a line that has none, `last` of them, if pieces are enough shorter than the first of these
+  // tiles, which has `keys` key tiles.
+  DEVICE void cut(const StreamK& stream_k, unsigned workers, unsigned last, unsigned keys) {
+    const bool enough = int64(last) * keys >= int64(workers) * stream_k.least_piece;
+    const unsigned some = enough ? workers : last * keys / stream_k.least_piece;
+    // A piece that ends in the next tile has to begin once more there. So tiles are cut into the same number of pieces
+    // each, if pieces are hardly longer then.
+    const unsigned even = some / last * last;
+    const bool hardly = even > 0 && quotient_up(keys * last, even) <= quotient_up(keys * last, some) + kHardlyLonger;
+    const unsigned pieces = hardly ? even : some;
+    if (pieces <= last || (pieces - last) * keys < stream_k.least_gain * pieces) return;
+    const unsigned part = quotient_up(keys, pieces);
+    whole -= last;
+    tiles = static_cast<int>(last);
+    units = last_units = static_cast<int>(pieces * part);
+    begin = repeats(last, pieces) ? 0 : static_cast<int>(int64(units) * stream_k.begin / (int64(keys) * kShares));
+    piece = static_cast<int>(last * part + (begin > 0 ? quotient_up(last * begin, pieces) : 0));
   }
 
   static constexpr unsigned kHardlyLonger = 2;  // by how many key tiles at most

@@ -192,17 +192,35 @@ def last_share(
 
     heads: those whose rows share a tile. workers: blocks that run at once. least: the fewest key tiles of a piece.
     """
-    if consumers != 3 or problem.packed or problem.mask is not None or problem.float8:
+    if consumers != 3 or problem.mask is not None or problem.float8:
+        return 0
+    if problem.packed and not _may_be_alike(problem, consumers, heads):
         return 0
     if not problem.plain_scores or problem.window_left is not None:
         return 0
     if heads in (3, 6, 12):
         return 0  # each consumer has all rows of some heads
-    tiles, rest = divmod(problem.max_seqlen_q, 64 * consumers // heads)
+    tiles, busy = divmod(busy_consumers(problem, consumers, heads), consumers)
     shares = _LAST_SHARES if problem.pages is None else _LAST_SHARES_PAGED
-    share = of_headdim(shares, problem).get(-(-rest * heads // 64), 0) if tiles else 0
+    share = of_headdim(shares, problem).get(busy, 0) if tiles else 0
     pays = share and _weighing_pays(problem, tile_k, heads, tiles, share, workers, least)
     return share if pays else 0
+
+
+def busy_consumers(problem: Problem, consumers: int, heads: int) -> int:
+    """How many consumers have rows of the longest sequence, in all query tiles of a head together."""
+    tiles, rest = divmod(problem.max_seqlen_q, 64 * consumers // heads)
+    return tiles * consumers - (-rest * heads // 64)
+
+
+def _may_be_alike(problem: Problem, consumers: int, heads: int) -> bool:
+    """Whether all sequences of a packed batch may have rows for as many consumers as the longest.
+
+    The number of all rows tells. Arrays with more rows than sequences may have, as buffers are, tell nothing.
+    """
+    tiles, busy = divmod(busy_consumers(problem, consumers, heads) - 1, consumers)
+    fewest = tiles * (64 * consumers // heads) + busy * 64 // heads + 1
+    return problem.batch * fewest <= problem.rows_q <= problem.batch * problem.max_seqlen_q
 
 
 def _weighing_pays(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import line_estimate, query_tiles
-from rawattn._kernels.sm90.forward_config import Config
+from rawattn._kernels.sm90.forward_config import MOST_ORDERED, Config
 from rawattn._kernels.sm90.tma import MAX_ROWS
 
 # When keys are split (docs/notes/hopper-forward.md):
@@ -45,13 +45,16 @@ class StreamK(NamedTuple):
     gain: int = 0  # key tiles by which splitting must end the tiles earlier
     begin: int = 0  # what the beginning of a query tile counts, as `StreamK` of the kernel
     last_share: int = 0  # what the last query tile of a head counts (`line_estimate.last_share`)
+    busy_consumers: int = (
+        0  # how many consumers must have rows of each sequence for that, where the GPU alone knows
+    )
 
     @property
     def values(self) -> tuple[int, ...]:
         """The fields of the kernel's parameter struct `StreamK`, in its order."""
         line = self.tiles, self.piece, self.units
         pieces = self.rows, self.pieces, self.gain, self.least
-        return (*line, *pieces, self.begin, self.last_share)
+        return (*line, *pieces, self.begin, self.last_share, self.busy_consumers)
 
 
 def may_split_keys(problem: Problem, seqlen: int) -> bool:
@@ -94,7 +97,7 @@ def split(
 ) -> StreamK | None:
     """How `clusters` clusters of blocks split the query tiles that remain behind whole rounds. None where that does not pay.
 
-    as_many_queries: whether all sequences have as many queries as the array has rows.
+    as_many_queries: whether all sequences are known to have as many queries as the array has rows.
     """
     if not config.stream_k:
         return None
@@ -106,10 +109,13 @@ def split(
     begin = _begin_of_tiles(least, config.tile_k)
     gain_wanted = least_gain(problem, config.schedule_rows, config.heads_per_tile, clusters)
     heads = problem.batch * problem.nheads_q // config.heads_per_tile
-    share, shared = 0, None
-    if config.cluster == 1 and as_many_queries:
+    share, busy, shared = 0, 0, None
+    # The GPU can tell that queries are as many of sequences that each block orders for itself.
+    if config.cluster == 1 and (as_many_queries or problem.batch <= MOST_ORDERED):
         shape = config.consumers, config.tile_k, config.heads_per_tile
         share = line_estimate.last_share(problem, *shape, clusters, least)
+    if share and not as_many_queries:
+        busy = line_estimate.busy_consumers(problem, config.consumers, config.heads_per_tile)
     if share and not problem.ragged:
         shared = _weighed(problem, config, clusters, share, least, begin)
         share = 0 if shared is None else share
@@ -151,6 +157,7 @@ def split(
         gain=gain_wanted,
         begin=0 if rows else begin,
         last_share=share,
+        busy_consumers=busy,
     )
 
 
