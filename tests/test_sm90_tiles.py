@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rawattn import SeqLayout
+from rawattn._call.layout import bound_of
 from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
@@ -297,6 +298,62 @@ def test_room_for_the_next_queries() -> None:
             taken.setdefault(row.headdim, set()).add(config.query_slots)
     assert 2 in taken[64]
     assert 1 in taken[256]
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "slots"),
+    [
+        ((5, 600, 9700, 32, 8, 128), {}, 1),
+        ((3, 1300, 9000, 24, 8, 128), {}, 1),
+        ((8, 2048, 10240, 32, 8, 128), {}, 1),
+        ((5, 600, 6500, 32, 8, 128), {}, 2),  # fewer keys
+        ((1, 16384, 16384, 16, 16, 128), {}, 2),  # tiles that are not alike
+        ((9, 600, 9700, 32, 8, 128), {}, 2),  # keys are split
+        ((5, 600, 9700, 32, 8, 64), {}, 2),
+        ((5, 600, 9700, 32, 8, 128), {"causal": False, "window": (None, None)}, 2),
+    ],
+)
+def test_slots_of_queries_on_cached_keys(
+    call: tuple[int, ...], options: dict[str, Any], slots: int
+) -> None:
+    batch, rows, keys, nheads_q, nheads_kv, headdim = call
+    q, k = (
+        np.broadcast_to(np.float16(0), (batch, n, heads, headdim))
+        for n, heads in ((rows, nheads_q), (keys, nheads_kv))
+    )
+    problem, _ = describe(q, k, k, **{"causal": True} | options)
+    assert sm90_forward.choose(problem, H200, Operands()).query_slots == slots
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (4, 300, 5000, 32, 8),
+        (7, 90, 20000, 32, 8),
+        (3, 77, 9000, 20, 4),
+        (16, 112, 8448, 32, 8),
+        (12, 1100, 1100, 16, 16),
+    ],
+)
+def test_packed_sequences_of_one_length_have_the_tiles_of_dense_ones(call: tuple[int, ...]) -> None:
+    """The bounds of their lengths are rounded up."""
+    batch, rows, keys, nheads_q, nheads_kv = call
+    q, k = (
+        np.broadcast_to(np.float16(0), (batch, n, heads, 128))
+        for n, heads in ((rows, nheads_q), (keys, nheads_kv))
+    )
+    dense, _ = describe(q, k, k, causal=True)
+    packed = replace(
+        dense,
+        **{"packed": True, "ragged": True, "rows_q": batch * rows, "rows_k": batch * keys},
+        max_seqlen_q=bound_of(rows, batch * rows),
+        max_seqlen_k=bound_of(keys, batch * keys),
+    )
+    shapes = [
+        (config.tile_rows, config.tile_k, config.heads_per_tile, config.stream_k)
+        for config in (sm90_forward.choose(each, H200, Operands()) for each in (dense, packed))
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_blocks_that_share_a_multiprocessor() -> None:

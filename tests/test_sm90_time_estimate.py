@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,41 @@ def test_lengths_of_a_packed_batch() -> None:
     pages = PageForm(16, 6250, 625, False, "int32")
     paged = duration(replace(one, pages=pages))
     assert duration(replace(batch, pages=pages)) == pytest.approx(10 * paged)
+
+
+def test_sequences_that_are_about_as_long() -> None:
+    """The mean length stands for the bound where both are rounded to the same. In pages nobody has counted the keys."""
+    batch = replace(
+        CALL_OF_MANY,
+        **{"batch": 16, "packed": True, "ragged": True, "rows_q": 4800, "rows_k": 80_000},
+        **{"max_seqlen_q": 320, "max_seqlen_k": 5120},
+    )
+
+    def likely(**changes: Any) -> tuple[int, int]:
+        found = packed_lengths.as_long_as_likely(replace(batch, **changes))
+        return found.max_seqlen_q, found.max_seqlen_k
+
+    assert likely() == (300, 5000)
+    assert likely(max_seqlen_q=352) == (352, 5000)
+    assert likely(max_seqlen_k=6144) == (300, 6144)
+    assert likely(packed=False) == (320, 5120)
+    assert likely(pages=PageForm(16, 6250, 625, False, "int32")) == (300, 5120)
+
+
+def test_decoded_sequences_among_chunks_in_pages() -> None:
+    """One sequence of a packed batch in pages may have nearly all rows, and the others one each."""
+    pages = PageForm(16, 40_000, 512, False, "int32")
+    batch = replace(
+        CALL_OF_MANY,
+        **{"batch": 64, "packed": True, "ragged": True, "rows_q": 2048 + 63, "rows_k": 640_000},
+        **{"max_seqlen_q": 2048, "max_seqlen_k": 8192, "pages": pages},
+    )
+    parts = [
+        [(part.batch, part.max_seqlen_q, part.max_seqlen_k) for part in parts]
+        for _, parts in packed_lengths.possible_lengths(batch)
+    ]
+    assert parts[0] == [(1, 2048, 8192), (63, 1, 8192)]
+    assert parts[2] == [(64, 33, 8192)]
 
 
 def test_a_lone_sequence_of_a_packed_batch() -> None:

@@ -74,10 +74,11 @@ class HostLengths:
 
 
 def bound_of(longest: int, rows: int) -> int:
-    """The longest of some lengths, rounded up so that launches are shared: `longest` itself if it is a power of two, else
-    2**n - 1 with its number n of binary digits. At most `rows`.
+    """The longest of some lengths, rounded up so that launches are shared: to four binary digits and zeros behind them, by an
+    eighth at most. At most `rows`.
     """
-    bound = longest if longest & (longest - 1) == 0 else (1 << longest.bit_length()) - 1
+    step = 1 << max(longest.bit_length() - 4, 0)
+    bound = -(-longest // step) * step
     return bound if bound < rows else rows
 
 

@@ -29,15 +29,15 @@ def lengths_of(longest: int, rows: int = 1000) -> Lengths:
 
 @pytest.mark.parametrize(
     ("longest", "bound"),
-    [(0, 0), (1, 1), (2, 2), (3, 3), (5, 7), (128, 128), (127, 127), (129, 255), (513, 1000)],
+    [(0, 0), (1, 1), (2, 2), (15, 15), (17, 18), (112, 112), (127, 128), (129, 144), (990, 1000)],
 )
 def test_the_bound_of_lengths(longest: int, bound: int) -> None:
     assert structure(lengths_of(longest)).k.length_bound == bound
 
 
 def test_lengths_of_one_bound_share_a_token() -> None:
-    assert token(lengths_of(130)) is token(lengths_of(255))
-    assert token(lengths_of(130)) is not token(lengths_of(256))
+    assert token(lengths_of(130)) is token(lengths_of(144))
+    assert token(lengths_of(130)) is not token(lengths_of(145))
 
 
 def test_keys_with_the_sequences_of_the_queries() -> None:

@@ -116,7 +116,7 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
         )
     if _works_in_pairs(problem, config, target):
         config = replace(config, cluster=2)
-    return fit.with_ramp(fit.with_query_slots(config, target), problem, target)
+    return fit.with_ramp(fit.with_query_slots(config, problem, target), problem, target)
 
 
 def _works_in_pairs(problem: Problem, config: Config, target: Target) -> bool:

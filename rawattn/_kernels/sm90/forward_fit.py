@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.sm90 import bias_slots
+from rawattn._kernels.sm90 import bias_slots, query_tiles
 from rawattn._kernels.sm90.forward_config import Config
 from rawattn._kernels.sm90.tile_heads import heads_per_tile, interleaves
 from rawattn._kernels.target import Target, shared_limit_of
@@ -17,6 +17,8 @@ _LEAST_SCALE = 2.0**-64
 # product takes as long as the multiply-add of each score that it saves. Beside a bias there are registers for the ramp's
 # descriptors only up to the second, smaller head dim.
 _RAMP_COLUMNS, _BIASED_RAMP_COLUMNS = 128, 96
+# Keys from which on whole query tiles that are alike have one slot of queries.
+_LONG_KEYS = 8192
 
 
 def with_room(config: Config, target: Target) -> Config:
@@ -71,14 +73,24 @@ def with_bias(config: Config, problem: Problem, target: Target, operands: Operan
     return config
 
 
-def with_query_slots(config: Config, target: Target) -> Config:
+def with_query_slots(config: Config, problem: Problem, target: Target) -> Config:
     """The configuration with a second slot of queries where shared memory has room for it.
 
-    Not with 8-bit keys, for which queries are converted in their slot.
+    Not with 8-bit keys, for which queries are converted in their slot. Nor for few queries on thousands of cached keys at head
+    dim 128, whose tiles are whole and alike: with two slots they take up to 5 % longer (docs/notes/hopper-forward.md).
     """
     twice = replace(config, query_slots=2)
     room = shared_limit_of(config.blocks_per_sm, target.shared_limit)
-    return config if config.float8 or twice.shared_bytes > room else twice
+    alone = config.float8 or _has_long_whole_tiles(config, problem)
+    return config if alone or twice.shared_bytes > room else twice
+
+
+def _has_long_whole_tiles(config: Config, problem: Problem) -> bool:
+    if config.stream_k or config.cluster > 1 or problem.ragged or problem.mask is not None:
+        return False
+    if not 96 < max(problem.headdim, problem.headdim_v) <= 128 or problem.window_right is None:
+        return False
+    return problem.max_seqlen_k >= _LONG_KEYS and query_tiles.alike(problem)
 
 
 def with_ramp(config: Config, problem: Problem, target: Target) -> Config:

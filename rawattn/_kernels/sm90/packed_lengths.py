@@ -6,10 +6,27 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rawattn._call.layout import bound_of
 from rawattn._call.problem import Problem
 
 # The most different lengths that sequences are taken to have, and the largest power by which they fall.
 _MOST_LENGTHS, _MOST_POWER = 8, 64.0
+
+
+def as_long_as_likely(problem: Problem) -> Problem:
+    """The problem with a mean length of a packed batch for the bound of its lengths, where the mean has the same bound.
+
+    Sequences are all about as long then, and most often equally long. Bounds are rounded up (`bound_of`), which may give them
+    another query tile.
+    """
+    if not problem.packed:
+        return problem
+    q, k = mean_lengths(problem)
+    if bound_of(q, problem.rows_q) != problem.max_seqlen_q:
+        q = problem.max_seqlen_q
+    if problem.pages is not None or bound_of(k, problem.rows_k) != problem.max_seqlen_k:
+        k = problem.max_seqlen_k
+    return replace(problem, max_seqlen_q=q, max_seqlen_k=k)
 
 
 @functools.lru_cache(maxsize=4)  # one call's tiles are chosen among many, each with an estimate
@@ -18,10 +35,12 @@ def possible_lengths(problem: Problem) -> list[tuple[Problem, list[Problem]]]:
 
     The host knows how many rows a packed batch has, and a bound of its lengths. As many sequences as possible may be that long;
     or one is, and the others are ever shorter; or all have the mean length, and the bound says nothing. Tiles that suit one
-    of these alone lose up to twice as much (docs/notes/hopper-forward.md).
+    of these alone lose up to twice as much (docs/notes/hopper-forward.md). In pages all may have as many keys as possible.
     """
-    if not problem.packed or problem.pages is not None:
+    if not problem.packed:
         return [(problem, [problem])]
+    if problem.pages is not None:
+        problem = replace(problem, rows_k=problem.batch * problem.max_seqlen_k)
     q, k = mean_lengths(problem)
     if (q, k) == (problem.max_seqlen_q, problem.max_seqlen_k):
         return [(problem, [replace(problem, packed=False)])]

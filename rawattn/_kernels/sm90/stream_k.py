@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import line_estimate, query_tiles
 from rawattn._kernels.sm90.forward_config import MOST_ORDERED, Config
+from rawattn._kernels.sm90.packed_lengths import as_long_as_likely
 from rawattn._kernels.sm90.tma import MAX_ROWS
 
 # When keys are split (docs/notes/hopper-forward.md):
@@ -101,6 +102,7 @@ def split(
     """
     if not config.stream_k:
         return None
+    problem = as_long_as_likely(problem)
     waves = config.cluster * config.consumers * 4
     # A lane leaves 32 bytes for each 16 columns of its two rows, and 16 bytes for their references (running max) and sums.
     wave_bytes = 32 * 16 * (2 * -(-config.headdim_v // 16) + 1)

@@ -11,6 +11,7 @@ from rawattn._kernels import features, tile_tables
 from rawattn._kernels.operands import ITEMSIZE
 from rawattn._kernels.sm90 import line_estimate, query_tiles, stream_k, time_estimate, tma
 from rawattn._kernels.sm90.forward_config import blocks_per_sm, rows_of
+from rawattn._kernels.sm90.packed_lengths import as_long_as_likely
 from rawattn._kernels.sm90.tile_heads import heads_per_tile
 from rawattn._kernels.target import Target
 from rawattn._kernels.tile_tables import Row
@@ -53,6 +54,7 @@ def choose(problem: Problem, target: Target) -> tuple[dict[str, Any], bool]:
     The row is the usual one of the problem's table, unless another row fills the SMs so much better that it is expected to be
     done sooner.
     """
+    problem = as_long_as_likely(problem)
     table, wide = table_of(problem), max(problem.headdim, problem.headdim_v)
     usual = dict(rows_of_table(table, wide)[0].fields)
     rows = rows_of(usual["consumers"])
