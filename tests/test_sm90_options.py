@@ -9,6 +9,7 @@ import pytest
 
 from rawattn import ScoreMod
 from rawattn._call.options import ArrayForm
+from rawattn._call.pages import PageForm
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode
 from rawattn._kernels.sm90 import decode as sm90_decode
@@ -182,6 +183,32 @@ def test_what_tma_cannot_read_in_place() -> None:
         assert tma.unaligned(problem, given) == ("k",)
         alone = {"batch": 1} if axis == 0 else {"rows_k": 1} if axis == 1 else {"nheads_kv": 1}
         assert tma.unaligned(replace(problem, **alone), given) == ()
+
+
+@pytest.mark.parametrize(
+    ("page_size", "headdim", "pages", "values", "whole"),
+    [
+        (16, 128, 100, None, True),
+        (8, 192, 100, None, True),
+        (48, 256, 100, None, True),
+        (32, 128, 100, None, False),  # boxes of 32 rows
+        (16, 64, 100, None, False),  # one block of columns
+        (16, 96, 100, None, False),
+        (16, 128, 100, 2, False),  # values have another distance between pages, in heads
+        (16, 128, 1_000_000, None, True),
+        (16, 128, 20_000_000, None, False),  # more heads of pages than an axis of a map has
+    ],
+)
+def test_boxes_of_whole_rows_in_decoding(
+    page_size: int, headdim: int, pages: int, values: int | None, whole: bool
+) -> None:
+    form = PageForm(page_size, pages, 512, False, "int32")
+    dims = {"headdim": headdim, "headdim_v": headdim, "nheads_q": 8, "nheads_kv": 8}
+    call = replace(CALL_OF_MANY, batch=4, ragged=True, max_seqlen_k=8192, pages=form, **dims)
+    keys = contiguous((pages, page_size, 8, headdim), 2)
+    of_values = (keys[0] * (values or 1), *keys[1:])
+    config = sm90_decode.choose(call, H200, Operands({"k_pages": keys, "v_pages": of_values}))
+    assert config.whole_rows == whole
 
 
 @pytest.mark.parametrize("given", [Operands({"q": (1024, 1024, 256, 2)}, 8), Operands({}, 8)])

@@ -6,10 +6,13 @@
 #include "ptx/ptx.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/rows.cuh"
+#include "tile/either.cuh"
+#include "tile/grouped_tile.cuh"
 
 namespace decode {
 
-// A key tile comes in boxes of kBoxRows rows, each from one page. A lane finds a box and issues its load.
+// A key tile comes in boxes of kBoxRows rows, each from one page. A lane finds a box and issues its load: of whole rows
+// (kWholeRows), or of each block of columns.
 constexpr int kBoxes = kTileK / kBoxRows;
 static_assert(kTileK % kBoxRows == 0 && kBoxRows % 8 == 0, "a box begins where the swizzle does");
 static_assert(kPaged || kBoxes == 1, "only pages are in the way of a whole tile");
@@ -22,20 +25,30 @@ struct Maps {
 
 // The keys of one kv head of a sequence as coordinates of the tensor maps. look_up() finds the lane's box of a key
 // tile; with_coordinates() gives all coordinates but that of the column, for the tile before the last one that was
-// looked up (attn/page_rows.cuh).
+// looked up (attn/page_rows.cuh). Boxes of whole rows have other axes (whole_rows_of_pages() in
+// rawattn/_kernels/sm90/forward_steps.py).
 template <bool kInPages>
 struct MappedKeys {
   PageOfTile<kBoxRows, kPlainIntegers> found;
   int kv_head;
+  int next_page;  // where boxes bring whole rows: from a page to the next on the maps' last axis, in heads
 
   MappedKeys() = default;
   DEVICE MappedKeys(const ForwardParams& p, const Segment& segment, int kv_head)
-      : found(p.pages, segment.sequence, segment.k), kv_head(kv_head) {}
+      : found(p.pages, segment.sequence, segment.k), kv_head(kv_head), next_page(1) {
+    if (kWholeRows && p.nheads_kv > 1)
+      next_page = static_cast<int>(static_cast<unsigned>(p.k_strides.batch) / static_cast<unsigned>(p.k_strides.head));
+  }
 
   DEVICE void look_up(int first_key, int lane) { found.look_up(first_key + lane % kBoxes * kBoxRows, lane); }
   template <class Use>
   DEVICE void with_coordinates(const Use& use) const {
-    use(found.row, kv_head, 0, static_cast<int>(found.table.page_of(found.id)));
+    const int page = static_cast<int>(found.table.page_of(found.id));
+    if constexpr (kWholeRows) {
+      use(0, 0, found.row / 8, page * next_page + kv_head);
+    } else {
+      use(found.row, kv_head, 0, page);
+    }
   }
 };
 template <>
@@ -81,6 +94,8 @@ struct TmaRing {
   static_assert(kStages <= 32, "a bit tells a slot's parity");
 
   using Source = MappedKeys<kPaged>;
+  template <int kBlocks>
+  using Tile = typename Either<kWholeRows, GroupedTile<kBlocks, StoredKey>, SwizzledTile<kTileK, StoredKey>>::Type;
 
   const Maps& maps;
   unsigned char* const ring;
@@ -98,8 +113,10 @@ struct TmaRing {
   }
 
   DEVICE unsigned char* bytes(int slot) const { return ring + slot * kStageBytes; }
-  DEVICE auto keys(int slot) const { return tile(bytes(slot)); }
-  DEVICE auto values(int slot) const { return tile(bytes(slot) + kBlocksQk * kBlockBytes); }
+  DEVICE Tile<kBlocksQk> keys(int slot) const { return {reinterpret_cast<const StoredKey*>(bytes(slot))}; }
+  DEVICE Tile<kBlocksV> values(int slot) const {
+    return {reinterpret_cast<const StoredKey*>(bytes(slot) + kBlocksQk * kBlockBytes)};
+  }
 
   // Loads all rows of the tile. Rows that no query row may see are loaded too: their keys are masked, and clear()
   // zeroes their values.
@@ -108,11 +125,18 @@ struct TmaRing {
     if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kTileBytes);
     if (lane >= kBoxes) return;
     source.with_coordinates([&](int row, int head, int outer, int page) {
-      UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
-        const bool of_keys = b < kBlocksQk;
-        const int column = (of_keys ? b : b - kBlocksQk) * kColumns;
-        ptx::copy_tensor_5d_evict_first(bytes(slot) + b * kBlockBytes + lane * kBoxRows * 128,
-                                        of_keys ? &maps.k : &maps.v, &full[slot], column, row, head, outer, page);
+      if constexpr (kWholeRows) {
+        unsigned char* const keys = bytes(slot) + lane * kBoxRows * kBlocksQk * 128;
+        unsigned char* const values = bytes(slot) + (kTileK * kBlocksQk + lane * kBoxRows * kBlocksV) * 128;
+        ptx::copy_tensor_5d_evict_first(keys, &maps.k, &full[slot], 0, row, head, outer, page);
+        ptx::copy_tensor_5d_evict_first(values, &maps.v, &full[slot], 0, row, head, outer, page);
+      } else {
+        UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
+          const bool of_keys = b < kBlocksQk;
+          const int column = (of_keys ? b : b - kBlocksQk) * kColumns;
+          ptx::copy_tensor_5d_evict_first(bytes(slot) + b * kBlockBytes + lane * kBoxRows * 128,
+                                          of_keys ? &maps.k : &maps.v, &full[slot], column, row, head, outer, page);
+        }
       }
     });
   }
@@ -129,13 +153,16 @@ struct TmaRing {
     if (!kPaged || all_real(real, kTileK)) return;
     unsigned char* const values = bytes(slot) + kBlocksQk * kBlockBytes;
     for (int n = lane; n < kBlocksV * kBlockBytes / 16; n += target::kWave) {
-      if (!is_real(real, n / 8 % kTileK)) *reinterpret_cast<Chunk<16>*>(values + n * 16) = Chunk<16>{};
+      const int row = kWholeRows ? n / (kBlocksV * 64) * 8 + n / 8 % 8 : n / 8 % kTileK;
+      if (!is_real(real, row)) *reinterpret_cast<Chunk<16>*>(values + n * 16) = Chunk<16>{};
     }
     ptx::fence_async_proxy();
   }
   DEVICE void clear_value(int slot, int row) const {
-    UNROLL for (int b = kBlocksQk; b < kBlocksQk + kBlocksV; b++) {
-      Chunk<16>* const first = reinterpret_cast<Chunk<16>*>(bytes(slot) + b * kBlockBytes + row * 128);
+    unsigned char* const values = bytes(slot) + kBlocksQk * kBlockBytes;
+    UNROLL for (int b = 0; b < kBlocksV; b++) {
+      const int at = kWholeRows ? (row / 8 * kBlocksV + b) * 1024 + row % 8 * 128 : b * kBlockBytes + row * 128;
+      Chunk<16>* const first = reinterpret_cast<Chunk<16>*>(values + at);
       UNROLL for (int n = 0; n < 8; n++) first[n] = Chunk<16>{};
     }
   }
@@ -151,11 +178,6 @@ struct TmaRing {
   DEVICE void launch_dependents() const { target::launch_dependents(); }
   // Orders what this thread has read and written in slots before TMA fills them again.
   DEVICE void give_back() const { ptx::fence_async_proxy(); }
-
- private:
-  DEVICE static SwizzledTile<kTileK, StoredKey> tile(const unsigned char* bytes) {
-    return {reinterpret_cast<const StoredKey*>(bytes)};
-  }
 };
 
 }  // namespace decode

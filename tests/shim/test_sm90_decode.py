@@ -71,6 +71,38 @@ def test_pages(hopper: MakeDevice, page_size: int, pair: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("page_size", "dims", "heads", "heads_first"),
+    [
+        (16, (128, 128), (4, 2), False),
+        (8, (128, 64), (4, 1), False),
+        (24, (64, 128), (3, 3), True),
+        (48, (256, 192), (8, 2), True),
+        (16, (192, 256), (2, 2), False),
+    ],
+)
+def test_boxes_of_whole_rows(
+    hopper: MakeDevice,
+    page_size: int,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    heads_first: bool,
+) -> None:
+    """Values of rows that no query row sees hold NaN: behind the last key, and of a key that a mask hides."""
+    knobs: dict[str, Any] = {"dims": dims, "heads": heads, "heads_first": heads_first}
+    call = paged(LENS, page_size, rows=2, **knobs)
+    keep = np.random.default_rng(0).random((len(LENS), 1, 1, max(LENS))) < 0.6
+    keep[..., 5] = False
+    for seed, options in enumerate(({"causal": True}, {"window": (20, 4)}, {"mask": keep}), 1):
+        device = hopper(seed)
+        if "mask" in options:
+            for sequence in (0, 3, 4):  # the others are shorter
+                page = call.block_table[sequence, 5 // page_size]
+                call.v_pages[page, 5 % page_size] = np.nan
+        verify_decode(device, call, **options)
+        assert any(" whole" in each for each in device.summaries)
+
+
+@pytest.mark.parametrize(
     ("lens", "heads", "dim", "page_size"),
     [(5000, (2, 2), 128, 16), (300, (8, 1), 64, 24), (200, (2, 1), 128, 8)],
     ids=str,

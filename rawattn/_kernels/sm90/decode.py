@@ -26,6 +26,8 @@ LONG_SEQLEN = 4096  # the least seqlen_k for which the tiles of the table "long"
 _SHORT_TURNS, _SHORT_KEYS, _SHORT_BLOCKS = 3, 1536, 2
 _BLOCK_ROW_BYTES = 128  # of a row of the swizzle
 _BARRIER_BYTES = 8  # of an mbarrier
+# Boxes of so few rows bring whole rows where they can. Of more rows those of each block of columns take as long.
+_FEW_BOX_ROWS = 16
 _MORE_BYTES = 1024  # by which a slot may grow: the alignment of a tile in shared memory
 
 
@@ -40,9 +42,11 @@ class Config(decode.Config):
     EARLY: ClassVar[bool] = True
 
     box_rows: int = 0  # keys of a TMA box
+    whole_rows: bool = False  # a box has all columns of its rows
 
     def summary(self) -> str:
-        return f"{decode.Config.summary(self)} box_rows={self.box_rows}"
+        boxes = f"box_rows={self.box_rows}" + " whole" * self.whole_rows
+        return f"{decode.Config.summary(self)} {boxes}"
 
     @property
     def stage_bytes(self) -> int:
@@ -114,11 +118,22 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     if problem.pages is None:
         return replace(config, box_rows=rows)
     # Packed and other batches differ in the tensor maps of keys in rows alone, so with pages one kernel serves both.
-    return replace(config, packed=False, box_rows=math.gcd(problem.pages.page_size, rows))
+    rows = math.gcd(problem.pages.page_size, rows)
+    whole = rows <= _FEW_BOX_ROWS and _page_strides(problem, operands) is not None
+    return replace(config, packed=False, box_rows=rows, whole_rows=whole)
+
+
+def _page_strides(problem: Problem, operands: Operands) -> tuple[int, int] | None:
+    """`tma.page_strides_in_heads`, if the kernel finds the same strides by a quotient of 32 bits; else None."""
+    found = tma.page_strides_in_heads(problem, operands)
+    if found is None or found[0] != found[1]:
+        return None
+    return found if operands.strides[KEYS[True][0]][0] < 2**32 else None
 
 
 def steps(problem: Problem, structure: Structure, operands: Operands, target: Target) -> Steps:
     """The launches of a call."""
     config = choose(problem, target, operands)
-    maps = forward_steps.maps_of_keys(problem, operands, config.box_rows)
+    strides = _page_strides(problem, operands) if config.whole_rows else None
+    maps = forward_steps.maps_of_keys(problem, operands, config.box_rows, strides)
     return decode.launches(config, problem, structure, operands, target, maps)
