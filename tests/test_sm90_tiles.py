@@ -310,6 +310,7 @@ def test_room_for_the_next_queries() -> None:
         ((1, 16384, 16384, 16, 16, 128), {}, 2),  # tiles that are not alike
         ((9, 600, 9700, 32, 8, 128), {}, 2),  # keys are split
         ((5, 600, 9700, 32, 8, 64), {}, 2),
+        ((5, 600, 9700, 32, 8, 128), {"window": (4000, 0)}, 2),
         ((5, 600, 9700, 32, 8, 128), {"causal": False, "window": (None, None)}, 2),
     ],
 )

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from rawattn._call.problem import Problem
 from rawattn._kernels.sm90 import query_tiles
+from rawattn._kernels.sm90.forward_config import first_has_first_rows, rows_of
+from rawattn._kernels.sm90.tile_heads import interleaves
 from rawattn._kernels.sm90.tile_times import BEGIN_KEYS, PACES, TIMES, load, of_headdim
 
 # Where tiles are split by keys, in keys:
@@ -198,7 +200,7 @@ def last_share(
         return 0
     if not problem.plain_scores or problem.window_left is not None:
         return 0
-    if heads in (3, 6, 12):
+    if not first_has_first_rows(consumers, 1 if interleaves(problem, rows_of(consumers)) else heads):
         return 0  # each consumer has all rows of some heads
     tiles, busy = divmod(busy_consumers(problem, consumers, heads), consumers)
     shares = _LAST_SHARES if problem.pages is None else _LAST_SHARES_PAGED

@@ -46,9 +46,8 @@ class StreamK(NamedTuple):
     gain: int = 0  # key tiles by which splitting must end the tiles earlier
     begin: int = 0  # what the beginning of a query tile counts, as `StreamK` of the kernel
     last_share: int = 0  # what the last query tile of a head counts (`line_estimate.last_share`)
-    busy_consumers: int = (
-        0  # how many consumers must have rows of each sequence for that, where the GPU alone knows
-    )
+    # How many consumers must have rows of each sequence for that, where the GPU alone knows.
+    busy_consumers: int = 0
 
     @property
     def values(self) -> tuple[int, ...]:
