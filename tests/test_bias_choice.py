@@ -13,12 +13,11 @@ from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._kernels import aligned_bias, registry
 from rawattn._kernels.features import features
-from rawattn._kernels.operands import Operands
+from rawattn._kernels.operands import Operands, strides_of_pages
 from rawattn._kernels.portable import backward, backward_options
 from rawattn._kernels.portable.backward_options import ATOMIC_SUMS, DIRECT, OWN_KERNEL, VIA_COPY
 from rawattn._kernels.sm90 import bias_slots, forward
 from rawattn._kernels.target import Target, without_device
-from rawattn._kernels.variants import strides_of_pages
 from tests import problems
 
 H200 = replace(without_device("sm_90a"), multiprocessors=132)

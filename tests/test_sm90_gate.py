@@ -17,14 +17,14 @@ from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._compile import compiler
 from rawattn._kernels import tile_tables
-from rawattn._kernels.operands import ITEMSIZE, Operands
+from rawattn._kernels.operands import ITEMSIZE, Operands, strides_of_pages
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import tile_choice
 from rawattn._kernels.target import without_device
 from rawattn._kernels.tile_tables import Row
-from rawattn._kernels.variants import common_variants, strides_of_pages
+from rawattn._kernels.variants import common_variants
 from tests import exhaustive
 
 

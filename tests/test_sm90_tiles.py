@@ -16,14 +16,13 @@ from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem, describe
 from rawattn._kernels import registry, tile_tables
-from rawattn._kernels.operands import Operands
+from rawattn._kernels.operands import Operands, strides_of_pages
 from rawattn._kernels.selection import using_tiles
 from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_steps as sm90_forward_steps
 from rawattn._kernels.sm90 import stream_k, tile_choice, time_estimate
-from rawattn._kernels.variants import strides_of_pages
 from tests.problems import CALL_OF_MANY, H200
 
 NO_OPERANDS = Operands()

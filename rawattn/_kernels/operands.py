@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rawattn._strides import Strides
+from rawattn._strides import Strides, contiguous
 
 if TYPE_CHECKING:
     from rawattn._call.problem import Problem
@@ -71,3 +71,17 @@ def access_bytes(*bytes_apart: int) -> int:
     """The widest access, up to 16 bytes, that divides all of these strides, addresses and lengths."""
     together = functools.reduce(operator.or_, bytes_apart)
     return min(WIDEST, together & -together)
+
+
+def strides_of_pages(problem: Problem) -> dict[str, Strides]:
+    """Strides of arrays of pages in C order, for kernels that are compiled before there are such arrays.
+
+    They decide whether TMA boxes bring whole rows of pages.
+    """
+    form = problem.pages
+    if form is None:
+        return {}
+    size = 1 if problem.float8 else ITEMSIZE[problem.dtype]
+    rows = form.num_pages, form.page_size, problem.nheads_kv
+    dims = problem.headdim, problem.headdim_v
+    return {name: contiguous((*rows, dim), size) for name, dim in zip(_OF_PAGES, dims, strict=True)}

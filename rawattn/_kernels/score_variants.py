@@ -13,7 +13,7 @@ from rawattn._call.problem import Problem, result_shapes
 from rawattn._call.structure import structure
 from rawattn._compile.compiler import Source
 from rawattn._kernels import registry
-from rawattn._kernels.operands import ITEMSIZE, Operands
+from rawattn._kernels.operands import ITEMSIZE, Operands, strides_of_pages
 from rawattn._kernels.portable import decode as portable_decode
 from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.target import Target
@@ -109,7 +109,11 @@ def _decoded(target: Target) -> list[Source]:
         if paged:
             problem = replace(problem, ragged=True, pages=pages)
         of_options = {name: contiguous(*x) for name, x in _arrays(problem).items()}
-        operands = Operands(option_strides=of_options, alignments=dict.fromkeys(of_options, 0))
+        operands = Operands(
+            strides_of_pages(problem),
+            option_strides=of_options,
+            alignments=dict.fromkeys(of_options, 0),
+        )
         for kernel in (portable_decode, sm90_decode):
             if kernel.supports(problem, target, operands) is None:
                 config = kernel.choose(problem, target, operands)

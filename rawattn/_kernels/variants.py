@@ -9,8 +9,7 @@ from rawattn._call.pages import PageForm
 from rawattn._call.problem import Problem
 from rawattn._compile.compiler import Source
 from rawattn._kernels import usual_calls
-from rawattn._kernels.attention_params import KEYS
-from rawattn._kernels.operands import ITEMSIZE, Operands
+from rawattn._kernels.operands import Operands, strides_of_pages
 from rawattn._kernels.portable import align_rows, append, combine, ragged_setup
 from rawattn._kernels.portable import backward as portable_backward
 from rawattn._kernels.portable import decode as portable_decode
@@ -20,7 +19,6 @@ from rawattn._kernels.sm90 import decode as sm90_decode
 from rawattn._kernels.sm90 import few_rows, tile_choice
 from rawattn._kernels.sm90 import forward as sm90_forward
 from rawattn._kernels.target import without_device
-from rawattn._strides import Strides, contiguous
 
 _PAGES = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype="int32")
 
@@ -90,7 +88,11 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         # For kernels with tensor maps, whose form depends on strides of pages.
         aligned = Operands(strides_of_pages(problem))
         mapped = sm90_decode.supports(problem, target, aligned) is None and copy_bytes == 16
-        few = (sm90_decode if mapped else portable_decode).choose(problem, target, operands)
+        few = (
+            sm90_decode.choose(problem, target, aligned)
+            if mapped
+            else portable_decode.choose(problem, target, operands)
+        )
         decoded = portable_decode.supports(problem, target, operands) is None
         if pages is None and decoded and few_rows.are_few(problem, target):
             sources.append(few.source())
@@ -184,16 +186,3 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         sources += combine.variants()
         sources += append.variants(every=True)
     return list(dict.fromkeys(sources))
-
-
-def strides_of_pages(problem: Problem) -> dict[str, Strides]:
-    """Strides of arrays of pages in C order. They decide whether TMA boxes bring whole rows of pages."""
-    form = problem.pages
-    if form is None:
-        return {}
-    size = 1 if problem.float8 else ITEMSIZE[problem.dtype]
-    rows = form.num_pages, form.page_size, problem.nheads_kv
-    dims = problem.headdim, problem.headdim_v
-    return {
-        name: contiguous((*rows, dim), size) for name, dim in zip(KEYS[True], dims, strict=True)
-    }

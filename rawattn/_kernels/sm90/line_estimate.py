@@ -200,7 +200,8 @@ def last_share(
         return 0
     if not problem.plain_scores or problem.window_left is not None:
         return 0
-    if not first_has_first_rows(consumers, 1 if interleaves(problem, rows_of(consumers)) else heads):
+    apart = 1 if interleaves(problem, rows_of(consumers)) else heads
+    if not first_has_first_rows(consumers, apart):
         return 0  # each consumer has all rows of some heads
     tiles, busy = divmod(busy_consumers(problem, consumers, heads), consumers)
     shares = _LAST_SHARES if problem.pages is None else _LAST_SHARES_PAGED
