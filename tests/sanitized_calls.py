@@ -31,6 +31,7 @@ from tests.gpu.test_hidden_nan import differentiate as check_nan_gradients
 from tests.gpu.test_masks import blocky
 from tests.gpu.test_masks import test_few_rows_on_many_keys as check_few_rows
 from tests.gpu.test_masks import test_ranges_and_predicates as check_ranges_and_predicates
+from tests.gpu.test_paged_kernels import test_many_short_sequences as check_many_short_sequences
 from tests.paged import Paged, paged
 from tests.score_arrays import Pairs
 from tests.score_cases import EACH
@@ -449,6 +450,7 @@ def decoded_calls() -> list[Callable[[], None]]:
         ),
         partial(check_short_sequences, (300, 20, 0, 255, 31), (8, 8)),
         partial(check_short_sequences, (90,), (35, 7)),
+        partial(check_many_short_sequences, (64, 64), 70, "arrays"),
         partial(check_ranges_and_predicates),
     ]
 

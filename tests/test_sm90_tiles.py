@@ -41,22 +41,57 @@ def test_slopes_of_long_sequences_have_rows_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "batch", "heads", "headdim", "shape"),
+    ("keys", "batch", "heads", "headdim", "float8", "shape"),
     [
-        (1, 1000, 16, (32, 8), 64, (8, 1)),  # 128 streams of keys: a block each, one an SM
-        (1, 1000, 17, (32, 8), 64, (4, 2)),  # 136 streams: two blocks share an SM
-        (1, 1600, 17, (32, 8), 64, (8, 1)),
-        (1, 700, 40, (32, 8), 64, (4, 2)),
-        (1, 800, 40, (32, 8), 64, (8, 1)),
+        (1000, 16, (32, 8), 64, False, (8, 1)),  # 128 streams of keys: one block an SM
+        (1000, 17, (32, 8), 64, False, (6, 2)),  # 136 streams: two blocks share an SM
+        (1600, 17, (32, 8), 64, False, (8, 1)),
+        (1600, 33, (32, 8), 64, False, (8, 1)),
+        (700, 34, (32, 8), 64, False, (3, 4)),  # 272 streams: four blocks
+        (2100, 34, (32, 8), 40, False, (8, 1)),
+        (9000, 50, (32, 8), 40, False, (3, 4)),  # 400 streams
+        (1000, 17, (32, 8), 128, False, (4, 2)),
+        (1000, 300, (32, 8), 128, False, (8, 1)),  # 16-bit keys beyond head dim 64
+        (9000, 300, (32, 8), 128, False, (6, 1)),
+        (3000, 16, (32, 8), 128, True, (8, 1)),
+        (3000, 17, (32, 8), 128, True, (4, 2)),
+        (3100, 17, (32, 8), 128, True, (8, 1)),
+        (2000, 41, (32, 8), 128, True, (8, 1)),  # 328 streams
+        (2000, 42, (32, 8), 128, True, (2, 4)),
+        (2100, 42, (32, 8), 128, True, (8, 1)),
+        (9000, 50, (32, 8), 128, True, (2, 4)),
+        (1500, 17, (32, 8), 256, True, (4, 2)),
+        (1600, 17, (32, 8), 256, True, (6, 1)),
+        (500, 50, (32, 8), 256, True, (4, 2)),
+        (600, 50, (32, 8), 256, True, (6, 1)),
+        (700, 34, (32, 8), 64, True, (3, 4)),
+        (700, 24, (160, 8), 128, True, (8, 1)),  # wide tiles
+        (700, 25, (160, 8), 128, True, (4, 2)),
+        (700, 50, (160, 8), 192, True, (6, 1)),  # not wide: values have more than 128 columns
+        (700, 50, (160, 8), 128, False, (8, 1)),
     ],
 )
-def test_blocks_of_short_sequences(
-    rows: int, keys: int, batch: int, heads: tuple[int, int], headdim: int, shape: tuple[int, int]
+def test_blocks_of_many_streams(
+    keys: int,
+    batch: int,
+    heads: tuple[int, int],
+    headdim: int,
+    float8: bool,
+    shape: tuple[int, int],
 ) -> None:
-    shapes = (batch, rows, heads[0], headdim), (batch, keys, heads[1], headdim)
-    q, k = (np.broadcast_to(np.zeros((), np.float16), each) for each in shapes)
-    problem, _ = describe(q, k, k)
-    config = sm90_decode.choose(problem, H200, Operands())
+    operands, form = Operands(), None
+    if float8:
+        form = PageForm(100, batch * -(-keys // 100), -(-keys // 100), False, "int32")
+    problem = Problem(
+        **{"dtype": "bfloat16", "batch": batch, "nheads_q": heads[0], "nheads_kv": heads[1]},
+        **{"headdim": headdim, "headdim_v": headdim, "packed": False, "rows_q": 1, "rows_k": keys},
+        **{"max_seqlen_q": 1, "max_seqlen_k": keys, "ragged": float8, "window_left": None},
+        **{"window_right": None, "sink": 0, "top_left": False, "scale": 1.0, "pages": form},
+        float8=float8,
+    )
+    if float8:
+        operands = replace(operands, strides=strides_of_pages(problem))
+    config = sm90_decode.choose(problem, H200, operands)
     assert (config.waves, config.blocks_per_sm) == shape
 
 

@@ -13,19 +13,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rawattn._kernels.selection import selection
 
 DIRECTORY = Path(__file__).with_name("tiles")
-LARGEST = 256  # the head dim that every table must serve
+LARGEST = 256  # the head dim that a table must serve, unless its schema says otherwise
 
 
 class Schema(NamedTuple):
-    """What the file of a kernel must hold: tables of these names, whose rows have these fields."""
+    """What the file of a kernel must hold: tables of these names, whose rows have these fields.
+
+    largest: the head dims that tables serve which do not serve all.
+    """
 
     tables: tuple[str, ...]
     fields: Mapping[str, type]
+    largest: Mapping[str, int] = MappingProxyType({})
 
 
 SCHEMAS = {
@@ -46,8 +51,12 @@ SCHEMAS = {
         },
     ),
     "sm90_decode": Schema(
-        ("any", "long", "short", "wide", "8bit", "wide_8bit"),
+        (
+            *("any", "long", "short", "many", "wide"),
+            *("8bit", "short_8bit", "many_8bit", "wide_8bit", "many_wide_8bit"),
+        ),
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
+        {"many": 64, "many_8bit": 128, "many_wide_8bit": 128},
     ),
     "portable_forward": Schema(
         ("16bit", "32bit"),
@@ -110,6 +119,11 @@ def table(kernel: str, name: str) -> tuple[Row, ...]:
     return _shipped(kernel)[name]
 
 
+def serves(kernel: str, name: str) -> int:
+    """The largest padded head dim that a table serves."""
+    return SCHEMAS[kernel].largest.get(name, LARGEST)
+
+
 def read(kernel: str, path: Path) -> dict[str, tuple[Row, ...]]:
     """The tables of a file by name. ValueError, with the file and the row, where they do not follow the schema."""
     schema = SCHEMAS[kernel]
@@ -122,7 +136,9 @@ def read(kernel: str, path: Path) -> dict[str, tuple[Row, ...]]:
         raise ValueError(
             f"{path}: has the tables {', '.join(names)}; expected {', '.join(schema.tables)}"
         )
-    return {name: _rows(f"{path}: {name}", tables[name], schema) for name in names}
+    return {
+        name: _rows(f"{path}: {name}", tables[name], schema, serves(kernel, name)) for name in names
+    }
 
 
 @functools.cache
@@ -135,7 +151,7 @@ def forget() -> None:
     _shipped.cache_clear()
 
 
-def _rows(where: str, entries: Any, schema: Schema) -> tuple[Row, ...]:
+def _rows(where: str, entries: Any, schema: Schema, largest: int) -> tuple[Row, ...]:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{where}: got no list of rows")
     rows = tuple(_row(f"{where}[{n}]", entry, schema) for n, entry in enumerate(entries))
@@ -144,9 +160,9 @@ def _rows(where: str, entries: Any, schema: Schema) -> tuple[Row, ...]:
             raise ValueError(
                 f"{where}[{n}]: headdim {after.headdim} follows {row.headdim}; rows stand in its order"
             )
-    if rows[-1].headdim != LARGEST:
+    if rows[-1].headdim != largest:
         raise ValueError(
-            f"{where}[{len(rows) - 1}]: headdim {rows[-1].headdim}; the last row must serve {LARGEST}"
+            f"{where}[{len(rows) - 1}]: headdim {rows[-1].headdim}; the last row must serve {largest}"
         )
     return rows
 

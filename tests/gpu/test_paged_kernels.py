@@ -151,9 +151,16 @@ def test_bunches_of_parts(dims: tuple[int, int], heads: tuple[int, int]) -> None
     check_pages(paged((20000,), 24, rows=1, heads=heads, dims=dims), "decode", num_splits=100)
 
 
+@pytest.mark.parametrize("float8", ["", "arrays"], ids=("16-bit", "8-bit"))
+@pytest.mark.parametrize("sequences", [20, 70])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)], ids=str)
-def test_many_short_sequences(dims: tuple[int, int]) -> None:
+def test_many_short_sequences(dims: tuple[int, int], sequences: int, float8: str) -> None:
     """Short sequences are right where several blocks run on an SM and each has several sequences."""
-    lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 200, 70))
+    lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 200, sequences))
+    call = paged(lens, 16, rows=1, heads=(8, 8), dims=dims, float8=float8)
     for options in ({}, {"softcap": 5.0}, {"window": (60, 0)}):
-        check_pages(paged(lens, 16, rows=1, heads=(8, 8), dims=dims), causal=True, **options)
+        check_pages(call, "decode", causal=True, **options)
+    check_pages(call, causal=True)
+    for rows in (3, 7):  # in tiles of 16 and of 32 rows
+        several = paged((*lens, 1290), 24, rows=rows, heads=(24, 8), dims=dims, float8=float8)
+        check_pages(several, "decode", causal=True)

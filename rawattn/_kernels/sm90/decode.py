@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
+from rawattn._kernels import tile_tables
 from rawattn._kernels.attention_params import KEYS
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import decode, decode_tiles
@@ -20,10 +21,17 @@ ENTRY = "rawattn_sm90_decode"
 TILES = "sm90_decode"  # the file of its tile tables
 FEATURES = decode.FEATURES
 LONG_SEQLEN = 4096  # the least seqlen_k for which the tiles of the table "long" are faster
-# The table "short" has smaller blocks, several of which an SM runs at once, so that their beginnings and ends overlap. It is
-# used where there are more streams (sequences times tiles of heads) than SMs, for sequences that a block's waves read in at
-# most _SHORT_TURNS turns; and for those of up to _SHORT_KEYS keys, if there are at most _SHORT_BLOCKS streams an SM.
-_SHORT_TURNS, _SHORT_KEYS, _SHORT_BLOCKS = 3, 1536, 2
+# The tables "short" and "short_8bit" have smaller blocks, of which an SM runs two at once, so that the beginning and the end of
+# one come beside another. They are used where there are more streams (sequences times tiles of heads) than SMs, for sequences
+# that a block's waves read in at most _SHORT_TURNS turns; and where there are at most _SHORT_STREAMS streams an SM, for those
+# of up to _SHORT_KEYS keys, or _SHORT_KEYS_8BIT keys of 8 bits up to the head dim _SHORT_DIM.
+_SHORT_TURNS, _SHORT_STREAMS = 3, 2
+_SHORT_KEYS, _SHORT_KEYS_8BIT, _SHORT_DIM = 1536, 3072, 128
+# The tables "many" and "many_8bit" have still smaller blocks, of which an SM runs four. They are used where there are more than
+# _MANY_STREAMS streams an SM. For sequences of up to _MANY_KEYS keys fewer are enough: _MANY_NARROW up to the head dim _NARROW,
+# where an SM then runs more waves too, and _MANY_OTHER beyond it. The table "many_wide_8bit" is for wide tiles.
+_MANY_STREAMS, _MANY_WIDE_TILES = 3, 1.5
+_MANY_KEYS, _NARROW, _MANY_NARROW, _MANY_OTHER = 2048, 64, 2, 2.5
 _BLOCK_ROW_BYTES = 128  # of a row of the swizzle
 _BARRIER_BYTES = 8  # of an mbarrier
 # Boxes of so few rows bring whole rows where they can. Of more rows those of each block of columns take as long.
@@ -98,22 +106,12 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     def chosen(table: str) -> Config:
         return decode.choose_tiles(Config, TILES, table, problem, target, operands)
 
-    wide = decode_tiles.wide(problem)
-    if problem.float8:
-        config = chosen("wide_8bit" if wide else "8bit")
-    elif wide:
-        config = chosen("wide")
-    elif problem.window_left is None and problem.max_seqlen_k >= LONG_SEQLEN:
-        # Large key tiles read many keys in few turns. A window, or a short sequence, would end inside one.
-        config = chosen("long")
+    if decode_tiles.wide(problem):
+        config = chosen("wide_8bit" if problem.float8 else "wide")
     else:
-        config = chosen("any")
-        streams = problem.batch * decode_tiles.of_heads(problem, config.heads)
-        most = _SHORT_TURNS * config.tile_k * config.waves
-        if streams <= _SHORT_BLOCKS * target.multiprocessors:
-            most = max(most, _SHORT_KEYS)
-        if streams > target.multiprocessors and problem.max_seqlen_k <= most:
-            config = chosen("short")
+        config = chosen("8bit" if problem.float8 else "any")
+    if (table := _other_table(problem, target, config)) is not None:
+        config = chosen(table)
     rows = config.tile_k
     if problem.pages is None:
         return replace(config, box_rows=rows)
@@ -121,6 +119,30 @@ def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     rows = math.gcd(problem.pages.page_size, rows)
     whole = rows <= _FEW_BOX_ROWS and _page_strides(problem, operands) is not None
     return replace(config, packed=False, box_rows=rows, whole_rows=whole)
+
+
+def _other_table(problem: Problem, target: Target, usual: Config) -> str | None:
+    """The tile table of a problem, if another is faster than that of its usual configuration."""
+    bits = "_8bit" if problem.float8 else ""
+    keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
+    streams = problem.batch * decode_tiles.of_heads(problem, usual.heads) / target.multiprocessors
+    if decode_tiles.wide(problem):
+        served = problem.float8 and dim <= tile_tables.serves(TILES, "many_wide_8bit")
+        return "many_wide_8bit" if served and streams > _MANY_WIDE_TILES else None
+    many = streams > _MANY_STREAMS
+    if keys <= _MANY_KEYS:
+        many = streams > (_MANY_NARROW if dim <= _NARROW else _MANY_OTHER)
+    if many and dim <= tile_tables.serves(TILES, f"many{bits}"):
+        return f"many{bits}"
+    most = _SHORT_TURNS * usual.tile_k * usual.waves
+    if streams <= _SHORT_STREAMS:
+        few_bytes = problem.float8 and dim <= _SHORT_DIM
+        most = max(most, _SHORT_KEYS_8BIT if few_bytes else _SHORT_KEYS)
+    if streams > 1 and keys <= most:
+        return f"short{bits}"
+    # Large key tiles read many keys in few turns. A window, or a short sequence, would end inside one.
+    long = problem.window_left is None and keys >= LONG_SEQLEN
+    return "long" if long and not problem.float8 else None
 
 
 def _page_strides(problem: Problem, operands: Operands) -> tuple[int, int] | None:
