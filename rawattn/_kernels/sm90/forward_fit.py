@@ -90,8 +90,8 @@ def _has_long_whole_tiles(config: Config, problem: Problem) -> bool:
         return False
     if not 96 < max(problem.headdim, problem.headdim_v) <= 128 or problem.window_right is None:
         return False
-    shortest, longest = query_tiles.fewest_and_most_keys(problem)
-    return longest >= _LONG_KEYS and shortest >= query_tiles.ALIKE * longest
+    _, longest = query_tiles.fewest_and_most_keys(problem)
+    return longest >= _LONG_KEYS and query_tiles.alike(problem)
 
 
 def with_ramp(config: Config, problem: Problem, target: Target) -> Config:
