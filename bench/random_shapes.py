@@ -26,7 +26,7 @@ from rawattn._bench.grids import CUDNN
 from rawattn._bench.timing import Entrant, race
 from rawattn._kernels.selection import only
 
-KEYS = ("rows", "bias", "mask", "pages")
+KEYS = ("rows", "bias", "mask", "pages", "float8")
 _HEADDIMS = (64, 64, 80, 96, 128, 128, 192, 256)
 _LEAST_BYTES, _MOST_BYTES = 2e5, 3e8
 _MOST_ROWS = 64  # bound on rows x GQA group
@@ -63,7 +63,7 @@ def measure(shape: Shape) -> dict[str, float]:
         side: graphs.entrant(graphs.of_cupy, [call(x, scope) for x in sets], shape.nbytes)
         for side, scope in _SIDES.items()
     }
-    if shape.keys != "pages" and shape.rows == 1:
+    if not shape.paged and shape.rows == 1:
         theirs = []
         for x in sets:
             q, k, v = x.arrays

@@ -28,7 +28,7 @@ _PAGE_SIZE = 16
 class Shape(NamedTuple):
     """One call.
 
-    keys: where they lie: "pages", "rows", or rows with a "bias" or a "mask".
+    keys: where they lie: "pages", pages of "float8", "rows", or rows with a "bias" or a "mask".
     """
 
     keys: str
@@ -42,7 +42,13 @@ class Shape(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of keys and values."""
-        return 2 * _ITEMSIZE * self.batch * self.seqlen_k * self.nheads_kv * self.headdim
+        itemsize = 1 if self.keys == "float8" else _ITEMSIZE
+        return 2 * itemsize * self.batch * self.seqlen_k * self.nheads_kv * self.headdim
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys lie in pages."""
+        return self.keys in ("pages", "float8")
 
 
 def between(source: random.Random, least: int, most: int) -> int:
@@ -67,9 +73,16 @@ def make(shape: Shape) -> Inputs:
     batch, keys, heads = shape.batch, shape.seqlen_k, (shape.nheads_kv, shape.headdim)
     q = machine.random_array((batch, shape.rows, shape.nheads_q, shape.headdim), _DTYPE)
     options: dict[str, Any] = {"causal": shape.rows > 1}
-    if shape.keys == "pages":
+    if shape.paged:
         pages = -(-keys // _PAGE_SIZE)
-        k, v = (machine.random_array((batch * pages, _PAGE_SIZE, *heads), _DTYPE) for _ in "kv")
+        pool = (batch * pages, _PAGE_SIZE, *heads)
+        if shape.keys == "float8":
+            k, v = (machine.random_float8(pool) for _ in "kv")
+            options |= {
+                name: cupy.full(heads[0], 0.5, np.float32) for name in ("k_scale", "v_scale")
+            }
+        else:
+            k, v = (machine.random_array(pool, _DTYPE) for _ in "kv")
         ids = np.random.default_rng(0).permutation(batch * pages).astype(np.int32)
         options["seqlen_k"] = cupy.full(batch, keys, np.int32)
         return Inputs((q, k, v, cupy.asarray(ids.reshape(batch, pages))), options)
