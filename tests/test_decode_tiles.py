@@ -55,6 +55,6 @@ def test_small_blocks_where_an_sm_has_no_room_for_as_many() -> None:
 
 
 def test_wide_tiles_stay_in_one_block() -> None:
-    problem = replace(CALL_OF_MANY, batch=17, nheads_q=160, nheads_kv=8, headdim=64, headdim_v=64)
+    problem = replace(CALL_OF_MANY, batch=17, nheads_q=256, nheads_kv=8, headdim=64, headdim_v=64)
     config = decode.choose(problem, H200, Operands())
     assert (config.tile_rows, config.blocks_per_sm) == (32, 1)
