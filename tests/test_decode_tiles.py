@@ -58,3 +58,20 @@ def test_wide_tiles_stay_in_one_block() -> None:
     problem = replace(CALL_OF_MANY, batch=17, nheads_q=256, nheads_kv=8, headdim=64, headdim_v=64)
     config = decode.choose(problem, H200, Operands())
     assert (config.tile_rows, config.blocks_per_sm) == (32, 1)
+
+
+@pytest.mark.parametrize("headdim", [8, 32, 64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8"])
+@pytest.mark.parametrize("heads", [8, 32, 160])
+@pytest.mark.parametrize("batch", [1, 100])
+def test_some_tile_fits_every_gpu(heads: int, batch: int, dtype: str, headdim: int) -> None:
+    """A block of a consumer GPU may use 99 KiB of shared memory."""
+    dims = {"headdim": headdim, "headdim_v": headdim, "rows_k": 4096, "max_seqlen_k": 4096}
+    problem = replace(CALL_OF_MANY, batch=batch, nheads_q=heads, nheads_kv=8, **dims)
+    if dtype == "float8":
+        pages = PageForm(1, 8, 8, False, "int32")
+        problem = replace(problem, ragged=True, pages=pages, float8=True)
+    else:
+        problem = replace(problem, dtype=dtype)
+    ada = replace(H200, arch="sm_89", shared_limit=101376)
+    assert decode.choose(problem, ada, Operands()).shared_bytes <= 101376
