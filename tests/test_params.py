@@ -26,11 +26,11 @@ from rawattn._kernels.target import without_device
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_kernels_structs_are_generated_from_the_declarations() -> None:
-    path = ROOT / "kernels_cu" / "attn" / "params.cuh"
-    assert path.read_text("utf-8") == params_header.text(), (
-        f"run python -m rawattn._kernels.params_header > {path.relative_to(ROOT)}"
-    )
+@pytest.mark.parametrize(("name", "text"), params_header.texts().items(), ids=params_header.texts())
+def test_the_kernels_structs_are_generated_from_the_declarations(name: str, text: str) -> None:
+    folder = Path("kernels_cu", "attn")
+    generated = (ROOT / folder / name).read_text("utf-8")
+    assert generated == text, f"run python -m rawattn._kernels.params_header {folder}"
 
 
 def test_a_struct_that_is_laid_out_otherwise_does_not_compile(

@@ -229,6 +229,35 @@ def test_few_rows_on_pages(rows: int, keys: int, headdim: int, family: str) -> N
     assert family_of(4, rows, keys, 16, **dims) == family
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "keys", "batch", "headdim", "decoded"),
+    [
+        # rows, four heads on a kv head each; decoded: in rows, in pages
+        (5, 700, 16, 64, (False, False)),  # 128 streams
+        (5, 700, 17, 64, (False, True)),
+        (8, 1024, 17, 64, (True, True)),
+        (8, 8193, 17, 64, (False, False)),
+        (9, 1024, 17, 64, (False, False)),
+        (5, 2047, 17, 96, (False, False)),
+        (5, 2048, 17, 96, (True, True)),
+        (5, 4096, 17, 128, (False, False)),
+    ],
+)
+def test_wide_tiles_of_many_streams(
+    rows: int, keys: int, batch: int, headdim: int, decoded: tuple[bool, bool], paged: bool
+) -> None:
+    dims = {"headdim": headdim, "headdim_v": headdim}
+    if paged:
+        family = family_of(batch, rows, keys, 16, **dims)
+    else:
+        shapes = (batch, rows, 32, headdim), (batch, keys, 8, headdim)
+        q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
+        problem, _ = describe(q, k, k, causal=True)
+        family = registry.choose("attention", problem, H200, Operands()).name
+    assert family == ("decode" if decoded[paged] else "sm90")
+
+
 def test_a_call_imports_what_it_asks_alone() -> None:
     """What Python takes to make the classes of other families is most of the first call's time."""
     program = """

@@ -65,7 +65,10 @@ def test_slopes_of_long_sequences_have_rows_of_their_own() -> None:
         (500, 50, (32, 8), 256, True, (4, 2)),
         (600, 50, (32, 8), 256, True, (6, 1)),
         (700, 34, (32, 8), 64, True, (3, 4)),
-        (700, 24, (160, 8), 128, True, (8, 1)),  # wide tiles
+        (700, 16, (160, 8), 64, False, (8, 1)),  # wide tiles
+        (700, 17, (160, 8), 64, False, (4, 2)),
+        (700, 17, (160, 8), 96, False, (6, 1)),
+        (700, 24, (160, 8), 128, True, (8, 1)),
         (700, 25, (160, 8), 128, True, (4, 2)),
         (700, 50, (160, 8), 192, True, (6, 1)),  # not wide: values have more than 128 columns
         (700, 50, (160, 8), 128, False, (8, 1)),

@@ -133,7 +133,7 @@ def test_more_pieces_than_the_gpu_has_memory_for_are_refused(family: Any) -> Non
 def line_of(batch: int, keys: int, heads: int, **options: Any) -> splits.Line:
     q, k = Like(batch, 1, 4 * heads, 128), Like(batch, keys, heads, 128)
     problem, lengths = describe(q, k, k, **options)
-    config = decode.choose(problem, H200, Operands())
+    config = replace(decode.choose(problem, H200, Operands()), waves=8, blocks_per_sm=1)
     tiles = Tiles("q", config.tile_q, decode_tiles.of_heads(problem, config.heads))
     return splits.line(problem, structure(lengths), config, H200, tiles, config.waves)
 

@@ -9,15 +9,15 @@
 #include "attn/schedule/line.cuh"
 #include "attn/softmax.cuh"
 #include "attn/visible.cuh"
+#include "target/eight_rows.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
+#include "tile/either.cuh"
 #include "tile/multiply.cuh"
 
 namespace decode {
 
 using namespace config;
-using M = target::Mma<Operand>;
-using C = M::C;
 
 constexpr int kThreads = kWaves * target::kWave;
 constexpr int kRowBlocks = kTileRows / 16;
@@ -33,6 +33,12 @@ static_assert(kStages >= 2, "one tile is computed while others are on their way"
 constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
 constexpr int kPitchP = padded_pitch<Element>(kTileK);
 constexpr int kRows = kTileQ * kHeads;  // the most rows of a tile that are real
+// Float8 takes twice the products for each byte that is read, so products of no more rows than are real save time (for
+// 16 bits they do not). Where a bias is loaded in pairs, a lane's elements of a row must be neighbours.
+constexpr bool kEightRows = kFloat8 && target::kHasEightRows && kRows <= 8 && sizeof(Operand) == 2 && kBias == 0;
+using M = Either<kEightRows, target::EightRowsMma, target::Mma<Operand>>::Type;
+using C = M::C;
+
 using Partials = RowPartials<kRows, kDepthV>;
 static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
 

@@ -2,7 +2,7 @@
 // -1 behind the last key. Entries are not trusted: none leads outside the arrays.
 #pragma once
 
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "target/target.cuh"
 
 // The list of one head of one sequence.

@@ -4,7 +4,7 @@
 // writes kGranules adjacent granules of a band.
 #pragma once
 
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "attn/sequence.cuh"
 #include "target/target.cuh"
 

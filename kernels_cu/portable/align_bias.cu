@@ -1,6 +1,6 @@
 // Copies a 16-bit bias to rows that begin at multiples of 16 bytes, for kernels that cannot read its rows where they
 // lie. Zeros pad the rows. One wave takes one row.
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"
 

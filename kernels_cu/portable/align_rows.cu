@@ -1,6 +1,6 @@
 // Copies a 16-bit array (q, k or v) to rows that begin at multiples of 16 bytes, for kernels that cannot read its rows
 // where they lie. One wave takes one row, all heads.
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "attn/rows.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"

@@ -6,7 +6,7 @@
 // Row i of a sequence's n new rows is its key seqlen_k - n + i. Integers on the GPU are not trusted: a row is dropped
 // if its position is not in the sequence's pages, or if the id of its page is not that of a page.
 #include "attn/pages.cuh"
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "attn/physical_row.cuh"
 #include "attn/rows.cuh"
 #include "attn/sequence.cuh"

@@ -4,7 +4,7 @@
 //
 // One wave takes one row of kHeadsAtOnce heads, kLanes lanes each. The output of a partial result whose lse is -inf is
 // not read.
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "attn/rows.cuh"
 #include "target/target.cuh"
 #include "tile/copy.cuh"

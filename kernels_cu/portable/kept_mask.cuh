@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attn/kept_keys.cuh"
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "target/target.cuh"
 
 // The keys that neighbouring rows see by their limits: [first, last], and those below `sink` that are not beyond last.

@@ -1,6 +1,6 @@
 // Writes which keys any row of a block mask sees: those that any row of any band of granules sees, by what
 // attn/mask_writing.cuh has written for each band. One thread takes one half-word of 16 keys.
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "target/target.cuh"
 
 KERNEL LAUNCH_BOUNDS(config::kThreads, 1) void rawattn_mask_keys(PARAMETER MaskKeysParams p) {

@@ -7,7 +7,7 @@
 #include "attn/listed_tiles.cuh"
 #include "attn/mask_writing.cuh"
 #include "attn/pages.cuh"
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "attn/sequence.cuh"
 #include "attn/tiles.cuh"
 #include "attn/visible.cuh"

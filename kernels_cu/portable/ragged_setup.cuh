@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attn/fill_padding.cuh"
-#include "attn/params.cuh"
+#include "attn/helper_params.cuh"
 #include "attn/schedule/order_sequences.cuh"
 #include "target/target.cuh"
 

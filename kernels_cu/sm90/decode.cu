@@ -6,8 +6,7 @@
 #include "ptx/ptx.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/rows.cuh"
-#include "tile/either.cuh"
-#include "tile/grouped_tile.cuh"
+#include "tile/operand_tile.cuh"
 
 namespace decode {
 
@@ -76,7 +75,7 @@ struct MappedKeys<false> {
 
 // A warp's ring of key tiles, which TMA fills: the Ring of attn/decode.cuh.
 struct TmaRing {
-  static constexpr int kColumns = SwizzledTile<kTileK, StoredKey>::kColumns;
+  static constexpr int kColumns = 128 / int(sizeof(StoredKey));  // of a block of the swizzle
   static constexpr int kBlocksQk = round_up(kHeadDim, kColumns) / kColumns;
   static constexpr int kBlocksV = round_up(kHeadDimV, kColumns) / kColumns;
   static constexpr int kBlockBytes = kTileK * 128;
@@ -94,8 +93,12 @@ struct TmaRing {
   static_assert(kStages <= 32, "a bit tells a slot's parity");
 
   using Source = MappedKeys<kPaged>;
+  // Boxes of whole rows lie one after the other, each with all of its columns. Otherwise all boxes of some columns do.
   template <int kBlocks>
-  using Tile = typename Either<kWholeRows, GroupedTile<kBlocks, StoredKey>, SwizzledTile<kTileK, StoredKey>>::Type;
+  static constexpr int kDown = 8 * kColumns * (kWholeRows ? kBlocks : 1);
+  static constexpr int kAcross = kColumns * (kWholeRows ? 8 : kTileK);
+  template <int kBlocks>
+  using Tile = SwizzledTile<kDown<kBlocks>, kAcross, StoredKey>;
 
   const Maps& maps;
   unsigned char* const ring;
@@ -151,20 +154,14 @@ struct TmaRing {
   template <class Real>
   DEVICE void clear(int slot, const Real& real, int lane) const {
     if (!kPaged || all_real(real, kTileK)) return;
-    unsigned char* const values = bytes(slot) + kBlocksQk * kBlockBytes;
     for (int n = lane; n < kBlocksV * kBlockBytes / 16; n += target::kWave) {
-      const int row = kWholeRows ? n / (kBlocksV * 64) * 8 + n / 8 % 8 : n / 8 % kTileK;
-      if (!is_real(real, row)) *reinterpret_cast<Chunk<16>*>(values + n * 16) = Chunk<16>{};
+      const int row = n / (8 * kBlocksV);
+      if (!is_real(real, row)) piece_of_values(slot, row, n % (8 * kBlocksV)) = Chunk<16>{};
     }
     ptx::fence_async_proxy();
   }
   DEVICE void clear_value(int slot, int row) const {
-    unsigned char* const values = bytes(slot) + kBlocksQk * kBlockBytes;
-    UNROLL for (int b = 0; b < kBlocksV; b++) {
-      const int at = kWholeRows ? (row / 8 * kBlocksV + b) * 1024 + row % 8 * 128 : b * kBlockBytes + row * 128;
-      Chunk<16>* const first = reinterpret_cast<Chunk<16>*>(values + at);
-      UNROLL for (int n = 0; n < 8; n++) first[n] = Chunk<16>{};
-    }
+    UNROLL for (int n = 0; n < 8 * kBlocksV; n++) piece_of_values(slot, row, n) = Chunk<16>{};
   }
   DEVICE void publish_cleared_values() const { ptx::fence_async_proxy(); }
   // Makes the initialised barriers visible to all lanes, and waits for earlier kernels, whose results are read from
@@ -178,6 +175,14 @@ struct TmaRing {
   DEVICE void launch_dependents() const { target::launch_dependents(); }
   // Orders what this thread has read and written in slots before TMA fills them again.
   DEVICE void give_back() const { ptx::fence_async_proxy(); }
+
+ private:
+  // The n-th 16 bytes of a row of values, in the order of memory.
+  DEVICE Chunk<16>& piece_of_values(int slot, int row, int n) const {
+    const int block = row / 8 * kDown<kBlocksV> + n / 8 * kAcross;  // elements
+    unsigned char* const values = bytes(slot) + kBlocksQk * kBlockBytes + block * int(sizeof(StoredKey));
+    return *reinterpret_cast<Chunk<16>*>(values + row % 8 * 128 + n % 8 * 16);
+  }
 };
 
 }  // namespace decode

@@ -41,11 +41,12 @@ DEVICE PitchedTile<kPitch, T> pitched_tile(const T* first) {
   return {first};
 }
 
-// 16-bit elements as TMA writes them with the 128-byte swizzle: blocks of 64 columns, each of kRows rows of 128 bytes.
-// The n-th run of 8 elements of a row lies at place n xor (row % 8). The tile is aligned to 1024 bytes.
-template <int kRows, class T>
+// 16-bit elements as TMA writes them with the 128-byte swizzle: blocks of 8 rows of 64 columns. The n-th run of 8
+// elements of a row lies at place n xor (row % 8). The tile is aligned to 1024 bytes. kDown, kAcross: the distance from
+// a block to the one with the next 8 rows, and to the one with the next columns, in elements.
+template <int kDown, int kAcross, class T>
 struct SwizzledTile {
-  static_assert(sizeof(T) == 2 && kRows % 8 == 0, "the swizzle repeats every 8 rows");
+  static_assert(sizeof(T) == 2, "a block has 64 columns");
   static constexpr int kColumns = 64;
   const T* first;
 
@@ -62,15 +63,14 @@ struct SwizzledTile {
   // The address of the 8 elements of a row from a column on. first_row and first_column, multiples of 8 and 16 that the
   // compiler knows, are apart from row and column, which depend on the lane.
   DEVICE const T* run(int first_row, int first_column, int row, int column) const {
-    const int lanes = row * kColumns + (column ^ row % 8 * 8);
-    return first + (first_column / kColumns * kRows + first_row) * kColumns + (lanes ^ first_column % kColumns);
+    const int lanes = row / 8 * kDown + row % 8 * kColumns + (column ^ row % 8 * 8);
+    return first + first_row / 8 * kDown + first_column / kColumns * kAcross + (lanes ^ first_column % kColumns);
   }
 };
 
 // The same for float8: blocks of 128 columns, in which runs of 16 elements change places.
-template <int kRows>
-struct SwizzledTile<kRows, float8> {
-  static_assert(kRows % 8 == 0, "the swizzle repeats every 8 rows");
+template <int kDown, int kAcross>
+struct SwizzledTile<kDown, kAcross, float8> {
   static constexpr int kColumns = 128;
   const float8* first;
 
@@ -85,8 +85,8 @@ struct SwizzledTile<kRows, float8> {
 
  private:
   DEVICE const float8* run(int first_row, int first_column, int row) const {
-    const int lanes = row * kColumns + row % 8 * 16;
-    return first + (first_column / kColumns * kRows + first_row) * kColumns + (lanes ^ first_column % kColumns);
+    const int lanes = row / 8 * kDown + row % 8 * (kColumns + 16);
+    return first + first_row / 8 * kDown + first_column / kColumns * kAcross + (lanes ^ first_column % kColumns);
   }
 };
 

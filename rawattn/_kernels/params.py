@@ -1,6 +1,6 @@
 """Parameter structs of the attention kernels, with a comment for each field. `helper_params` has the structs of other kernels.
 
-These two modules are the only declarations: `params_header` generates kernels_cu/attn/params.cuh from them, comments included.
+These two modules are the only declarations: `params_header` generates headers in kernels_cu/attn/ from them, comments included.
 """
 
 from __future__ import annotations
@@ -153,7 +153,11 @@ _SPLITS = _struct(
         "how many blocks are done, by query tile; of a line, by block; zero between launches",
     ),
     ("void*", "partials", "the partial results of blocks"),
-    ("int", "count", "pieces of a query tile; of a line, 0 where it is cut into equal parts"),
+    (
+        "int",
+        "count",
+        "pieces of a query tile; of a line, 0 where it is cut into equal parts or the GPU decides",
+    ),
     ("int", "least", "the fewest key tiles of a piece, or units of a part"),
     (
         "int",

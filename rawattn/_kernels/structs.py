@@ -101,11 +101,11 @@ def _leaves(dtype: np.dtype[Any]) -> Iterator[tuple[str, int]]:
             yield from ((f"{name}.{path}", start + at) for path, at in _leaves(inner))
 
 
-def text(structs: Iterable[Struct], declared_in: str) -> str:
-    """The C++ header that declares the structs, in their order."""
+def text(structs: Iterable[Struct], declared_in: str, included: str) -> str:
+    """The C++ header that declares the structs, in their order. included: the header that has what they use."""
     parts = [
         f"// What the host tells a kernel. Generated from {declared_in}: change it there.\n"
-        '#pragma once\n\n#include "target/target.cuh"\n'
+        f'#pragma once\n\n#include "{included}"\n'
     ]
     for struct in structs:
         about = _comment(struct.about, "") if struct.about else []

@@ -52,11 +52,11 @@ SCHEMAS = {
     ),
     "sm90_decode": Schema(
         (
-            *("any", "long", "short", "many", "wide"),
+            *("any", "long", "short", "many", "wide", "many_wide"),
             *("8bit", "short_8bit", "many_8bit", "wide_8bit", "many_wide_8bit"),
         ),
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
-        {"many": 64, "many_8bit": 128, "many_wide_8bit": 128},
+        {"many": 64, "many_wide": 64, "many_8bit": 128, "many_wide_8bit": 128},
     ),
     "portable_forward": Schema(
         ("16bit", "32bit"),
@@ -70,8 +70,9 @@ SCHEMAS = {
         },
     ),
     "portable_decode": Schema(
-        ("16bit", "32bit", "8bit", "wide_8bit"),
+        ("16bit", "many", "32bit", "many_32bit", "8bit", "many_8bit", "wide_8bit"),
         {"tile_k": int, "waves": int, "stages": int, "blocks_per_sm": int},
+        {"many_32bit": 128, "many_8bit": 128},
     ),
     "portable_backward": Schema(
         ("16bit", "short", "scored", "32bit"),

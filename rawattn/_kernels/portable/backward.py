@@ -75,7 +75,7 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     with_dq: whether the kernel adds up dQ too, in an order that is not defined.
     """
     # Further work on scores takes registers, and the largest tile at small head dims leaves none.
-    table = "16bit" if problem.plain_scores else "scored"
+    table = None if problem.dtype == "float32" or problem.plain_scores else "scored"
     dbias = backward_options.by_main(problem, operands) if with_dq else backward_options.OWN_KERNEL
     pairs = backward_options.in_pairs(problem, dbias)
     # The backward treats a score function as a line only where all queries of a head share its step. Float32 products cannot
@@ -89,7 +89,7 @@ def choose(problem: Problem, target: Target, operands: Operands, *, with_dq: boo
     ):
         more |= {"bias_of_keys": True, "bias_chunks": False}
     chosen = choice.choose(Config, TILES, problem, target, operands, table, **more)
-    if is_short(problem, with_dq, dbias):
+    if problem.dtype != "float32" and is_short(problem, with_dq, dbias):
         small = choice.choose(Config, TILES, problem, target, operands, "short", **more)
         # Small tiles are slower where shared memory holds fewer of their blocks at once.
         if small.shared_bytes <= shared_limit_of(small.blocks_per_sm, target.shared_limit):

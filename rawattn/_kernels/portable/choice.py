@@ -20,14 +20,14 @@ def choose(
     problem: Problem,
     target: Target,
     operands: Operands,
-    table: str = "16bit",
+    table: str | None = None,
     **more: Any,
 ) -> _C:
     """The fastest known configuration of `problem` that fits the target's shared memory.
 
     config: the dataclass to make; its `shared_bytes` decides whether a row fits.
     tiles: the file of its tile tables.
-    table: the table for 16-bit elements; float32 has its own.
+    table: its name; by default that of the elements, "16bit" or "32bit".
     more: the fields that neither a row nor the problem gives.
     """
     wide = max(round_up(problem.headdim, 16), round_up(problem.headdim_v, 16))
@@ -44,7 +44,7 @@ def choose(
         **more,
     }
     # Rows of one head dim are in the order of speed. The last one fits every GPU since Ampere.
-    for row in tile_tables.table(tiles, "32bit" if full else table):
+    for row in tile_tables.table(tiles, table or ("32bit" if full else "16bit")):
         candidate: Any = config(**row.fields, **fields)
         if wide <= row.headdim and candidate.shared_bytes <= target.shared_limit:
             chosen: _C = candidate

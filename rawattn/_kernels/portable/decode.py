@@ -11,7 +11,14 @@ from typing import ClassVar, TypeVar
 from rawattn._call.problem import Problem
 from rawattn._call.structure import Structure
 from rawattn._compile.compiler import Source
-from rawattn._kernels import attention_params, features, params, score_params, structs
+from rawattn._kernels import (
+    attention_params,
+    features,
+    params,
+    score_params,
+    structs,
+    tile_tables,
+)
 from rawattn._kernels.features import Features
 from rawattn._kernels.operands import Operands
 from rawattn._kernels.portable import (
@@ -25,7 +32,7 @@ from rawattn._kernels.portable import (
 from rawattn._kernels.source import dims, round_up
 from rawattn._kernels.source import source as _source
 from rawattn._kernels.steps import Geometry, Step, Steps, Tiles, patches
-from rawattn._kernels.target import Target
+from rawattn._kernels.target import Target, shared_limit_of
 
 ENTRY = "rawattn_decode"
 TILES = "portable_decode"  # the file of its tile tables
@@ -39,6 +46,10 @@ _HEADS_OF_TILE = 4
 # The bound of a call's scores: an int counts the units of a line, which have at least 16 keys each.
 _MOST_SCORES = 16 * 2**31
 _OFFSET_BYTES = 8  # of the offset of a row of a page
+# The tables "many", "many_32bit" and "many_8bit" have small blocks, of which an SM runs several. They are used where there is
+# more than one stream for each SM (a stream is a sequence and a tile of heads). For 16 bits up to head dim _NARROW an SM then
+# runs more waves too, so on sequences of at least _LONG_NARROW keys _LONG_NARROW_STREAMS are enough.
+_NARROW, _LONG_NARROW, _LONG_NARROW_STREAMS = 64, 2048, 0.45
 # Bytes of shared memory besides tiles: descriptions of the query tiles that a block shares, a flag, room for cutting the line.
 _KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 192
 
@@ -152,14 +163,41 @@ def supports(problem: Problem, target: Target, operands: Operands) -> str | None
 
 def choose(problem: Problem, target: Target, operands: Operands) -> Config:
     """The configuration for a problem that it supports; operands: q, k, v and out."""
-    table = "16bit"
+
+    def chosen(table: str) -> Config:
+        return choose_tiles(Config, TILES, table, problem, target, operands)
+
     if problem.float8:
-        table = "wide_8bit" if decode_tiles.wide(problem) else "8bit"
-    config = choose_tiles(Config, TILES, table, problem, target, operands)
+        config = chosen("wide_8bit" if decode_tiles.wide(problem) else "8bit")
+    else:
+        config = chosen("32bit" if problem.dtype == "float32" else "16bit")
+    if (table := _many_table(problem, target, config)) is not None:
+        small = chosen(table)
+        # Small blocks are faster where an SM runs as many of them as it did when they were measured.
+        if small.shared_bytes <= shared_limit_of(small.blocks_per_sm, target.shared_limit):
+            config = small
     return replace(
         config,
         tile_in_page=problem.pages is not None and problem.pages.page_size % config.tile_k == 0,
     )
+
+
+def _many_table(problem: Problem, target: Target, usual: Config) -> str | None:
+    """The table of small blocks, if there are so many streams that several on an SM are faster than the usual one."""
+    if decode_tiles.wide(problem):
+        return None
+    bits = "_8bit" if problem.float8 else "_32bit" if problem.dtype == "float32" else ""
+    dim = max(problem.headdim, problem.headdim_v)
+    long_and_narrow = not bits and dim <= _NARROW and problem.max_seqlen_k >= _LONG_NARROW
+    least = _LONG_NARROW_STREAMS if long_and_narrow else 1
+    if dim > tile_tables.serves(TILES, f"many{bits}"):
+        return None
+    return f"many{bits}" if streams_per_sm(problem, target, usual.heads) > least else None
+
+
+def streams_per_sm(problem: Problem, target: Target, heads: int) -> float:
+    """Streams for each SM: sequences times tiles of `heads` heads."""
+    return problem.batch * decode_tiles.of_heads(problem, heads) / target.multiprocessors
 
 
 _C = TypeVar("_C", bound=Config)
@@ -175,7 +213,7 @@ def choose_tiles(
 ) -> _C:
     """The configuration, apart from how key tiles are loaded.
 
-    tiles: the file of the tile tables. table: the table for 16-bit queries; float32 has its own.
+    tiles: the file of the tile tables. table: the name of one.
     """
     tile_rows, heads, tile_q = decode_tiles.shape(problem)
     chosen = choice.choose(

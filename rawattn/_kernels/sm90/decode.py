@@ -29,8 +29,9 @@ _SHORT_TURNS, _SHORT_STREAMS = 3, 2
 _SHORT_KEYS, _SHORT_KEYS_8BIT, _SHORT_DIM = 1536, 3072, 128
 # The tables "many" and "many_8bit" have still smaller blocks, of which an SM runs four. They are used where there are more than
 # _MANY_STREAMS streams an SM. For sequences of up to _MANY_KEYS keys fewer are enough: _MANY_NARROW up to the head dim _NARROW,
-# where an SM then runs more waves too, and _MANY_OTHER beyond it. The table "many_wide_8bit" is for wide tiles.
-_MANY_STREAMS, _MANY_WIDE_TILES = 3, 1.5
+# where an SM then runs more waves too, and _MANY_OTHER beyond it. The tables "many_wide" and "many_wide_8bit", for wide tiles,
+# have two blocks on an SM: from one stream an SM, and from _MANY_WIDE_8BIT.
+_MANY_STREAMS, _MANY_WIDE_8BIT = 3, 1.5
 _MANY_KEYS, _NARROW, _MANY_NARROW, _MANY_OTHER = 2048, 64, 2, 2.5
 _BLOCK_ROW_BYTES = 128  # of a row of the swizzle
 _BARRIER_BYTES = 8  # of an mbarrier
@@ -125,10 +126,10 @@ def _other_table(problem: Problem, target: Target, usual: Config) -> str | None:
     """The tile table of a problem, if another is faster than that of its usual configuration."""
     bits = "_8bit" if problem.float8 else ""
     keys, dim = problem.max_seqlen_k, max(problem.headdim, problem.headdim_v)
-    streams = problem.batch * decode_tiles.of_heads(problem, usual.heads) / target.multiprocessors
+    streams = decode.streams_per_sm(problem, target, usual.heads)
     if decode_tiles.wide(problem):
-        served = problem.float8 and dim <= tile_tables.serves(TILES, "many_wide_8bit")
-        return "many_wide_8bit" if served and streams > _MANY_WIDE_TILES else None
+        table, least = f"many_wide{bits}", _MANY_WIDE_8BIT if problem.float8 else 1
+        return table if dim <= tile_tables.serves(TILES, table) and streams > least else None
     many = streams > _MANY_STREAMS
     if keys <= _MANY_KEYS:
         many = streams > (_MANY_NARROW if dim <= _NARROW else _MANY_OTHER)

@@ -55,6 +55,9 @@ _LEAST_MASKED = 448
 # find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. Calls
 # without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.
 _WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048, 8192, 64, 96
+# Wide tiles of more streams than SMs, without a mask and without changed scores: decoding is the faster kernel from so many
+# keys on. Columns: (largest head dim, least seqlen_k in pages, in rows). More than _FEW_COLUMNS_KEYS keys were not timed.
+_LEAST_MANY_WIDE = ((64, 0, 1024), (96, 2048, 2048))
 # More rows than one tile whose bias, slopes or score text differ by head, so that each head takes at least 16 rows of the
 # forward's tiles. Decoding is the faster kernel where that makes many rows of few, on enough keys of all streams together.
 # Columns: (least rows of the forward for each row of decoding's tiles, enough keys up to head dim _FEW_COLUMNS, beyond it).
@@ -72,6 +75,8 @@ _FORWARD_ROWS = 128, 192
 
 def are_few(problem: Problem, target: Target) -> bool:
     """Whether a call has so few rows for the keys which they share that decoding's kernels are asked before the forward."""
+    if _are_many_wide(problem, target):
+        return True
     # The forward reads such a mask's bools itself. For decoding an earlier launch makes bits of them.
     if forward.masks_keys(problem):
         if problem.max_seqlen_k < _LEAST_MASKED:
@@ -109,6 +114,20 @@ def are_few(problem: Problem, target: Target) -> bool:
         return streams <= (all_busy if decode_favoured else all_busy // 4)
     decode_favoured = narrow or problem.mask is not None
     return rows <= 4 * TILE_ROWS and decode_favoured and streams <= all_busy // 4
+
+
+def _are_many_wide(problem: Problem, target: Target) -> bool:
+    """Whether decoding in several blocks an SM is faster, as there are many streams of a wide tile each."""
+    rows, keys = problem.max_seqlen_q * problem.group_heads, problem.max_seqlen_k
+    if not TILE_ROWS < rows <= 2 * TILE_ROWS or keys > _FEW_COLUMNS_KEYS:
+        return False
+    if problem.batch * problem.nheads_kv <= target.multiprocessors:
+        return False
+    if problem.mask is not None or _changes_scores(problem):
+        return False
+    dim = max(problem.headdim, problem.headdim_v)
+    least = next((least for most, *least in _LEAST_MANY_WIDE if dim <= most), None)
+    return least is not None and keys >= least[problem.pages is None]
 
 
 def _least_keys(problem: Problem, target: Target) -> int:
