@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from rawattn._call.options import ArrayForm
 from rawattn._call.pages import PageForm
 from rawattn._kernels.operands import Operands
-from rawattn._kernels.portable import decode
+from rawattn._kernels.portable import decode, decode_tiles
 from tests.problems import CALL_OF_MANY, H200
 
 
@@ -75,3 +76,39 @@ def test_some_tile_fits_every_gpu(heads: int, batch: int, dtype: str, headdim: i
         problem = replace(problem, dtype=dtype)
     ada = replace(H200, arch="sm_89", shared_limit=101376)
     assert decode.choose(problem, ada, Operands()).shared_bytes <= 101376
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize(
+    ("group", "rows", "shape"),
+    [
+        # shape: rows, heads and queries of a tile
+        (4, 1, (8, 4, 1)),
+        (4, 2, (8, 4, 2)),
+        (4, 3, (16, 4, 4)),
+        (8, 3, (24, 8, 3)),
+        (5, 4, (24, 5, 4)),
+        (7, 4, (32, 7, 4)),
+        (8, 5, (32, 8, 4)),  # two tiles
+        (20, 1, (24, 20, 1)),
+        (40, 1, (24, 20, 1)),
+    ],
+)
+def test_blocks_of_eight_rows(
+    group: int, rows: int, shape: tuple[int, int, int], float8: bool
+) -> None:
+    """Where they fill a tile of float8 better than blocks of sixteen."""
+    problem = replace(CALL_OF_MANY, nheads_q=group, rows_q=rows, max_seqlen_q=rows)
+    if float8:
+        problem = replace(problem, float8=True, pages=PageForm(16, 8, 8, False, "int32"))
+        problem = replace(problem, ragged=True)
+    else:
+        fits, heads, queries = shape
+        wider = {8: 16, 24: 32}.get(fits, fits)
+        shape = (wider, heads, queries if rows == 1 else wider // heads)
+    config = decode.choose(problem, H200, Operands())
+    assert (config.tile_rows, config.heads, config.tile_q) == shape
+    form = ArrayForm("bfloat16", (1, 1, 1, 128), (1, 1, 1, 128))
+    assert decode_tiles.in_blocks_of_eight(replace(problem, bias=form)) is None
+    wide_waves = decode.choose(problem, replace(H200, wave=64), Operands())
+    assert wide_waves.tile_rows in {16, 32}

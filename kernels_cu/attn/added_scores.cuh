@@ -61,7 +61,7 @@ struct AddedScores {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const ScoreRule& rule = rules.of(m, slot);
-          const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
+          const int i = rules.query(first_row + m * C::kRows + C::row(lane, slot));
           const auto fits = [](float x, float limit) { return fabsf(x) <= limit; };
           even = even && fits(rule.step(i), kSteepest) && fits(rule.added(i, 0), kLargest) &&
                  fits(rule.added(i, rule.len_k - 1), kLargest);
@@ -84,7 +84,7 @@ struct AddedScores {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const ScoreRule& rule = rules.of(m, slot);
-          const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
+          const int i = rules.query(first_row + m * C::kRows + C::row(lane, slot));
           slope[m][slot] = kRamp && !config::kOneSided && tile_beyond_diagonal ? -rule.slope : rule.slope;
           distance[m][slot] = static_cast<float>(i + rule.offset - first_key - own_column(lane));
         }
@@ -94,7 +94,7 @@ struct AddedScores {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
           const ScoreRule& rule = rules.of(m, slot);
-          const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
+          const int i = rules.query(first_row + m * C::kRows + C::row(lane, slot));
           line[m][slot] = rule.added(i, first_key + own_column(lane));
           step[m][slot] = rule.step(i);
         }
@@ -112,7 +112,7 @@ struct AddedScores {
       UNROLL for (int m = 0; m < kRowBlocks; m++) {
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {
-            const int i = rules.query(first_row + m * 16 + C::row(lane, C::slot(e)));
+            const int i = rules.query(first_row + m * C::kRows + C::row(lane, C::slot(e)));
             const ScoreRule& rule = rules.of(m, C::slot(e));
             s[m][n].x[e] = fmaf(rule.added(i, first_key + n * 16 + C::column(lane, e)), unit, s[m][n].x[e]);
           }
@@ -208,7 +208,7 @@ struct AddedScores {
         const auto& b = rule.p.bias;
         const BiasElement* const data =
             static_cast<const BiasElement*>(b.data) + rule.sequence * b.batch + rule.head / b.group * b.head;
-        const int i = rules.query(first_row + m * 16 + C::row(lane, slot));
+        const int i = rules.query(first_row + m * C::kRows + C::row(lane, slot));
         const BiasElement* const row = data + (i < b.rows ? i : b.rows - 1) * b.row;
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           auto& block = bias[m * kKeyBlocks + n];

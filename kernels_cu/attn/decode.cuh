@@ -231,7 +231,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     }
     const auto load_query = [&](int m, int step) {
       const Operand* const tile = reinterpret_cast<const Operand*>(queries);
-      return load_queries<M>(tile + m * 16 * kPitchQ + step * M::kDepth, kPitchQ, lane);
+      return load_queries<M>(tile + m * C::kRows * kPitchQ + step * M::kDepth, kPitchQ, lane);
     };
     typename M::A held[kHoldsQueries ? kRowBlocks : 1][kHoldsQueries ? kSteps : 1];
     if constexpr (kHoldsQueries) {

@@ -18,14 +18,20 @@
 namespace decode {
 
 using namespace config;
+// Products of eight rows where blocks of sixteen would not fill a tile (decode_tiles.in_blocks_of_eight() of the host).
+constexpr bool kEightRows = kTileRows % 16 != 0;
+using M = Either<kEightRows, target::EightRowsMma, target::Mma<Operand>>::Type;
+using C = M::C;
 
 constexpr int kThreads = kWaves * target::kWave;
-constexpr int kRowBlocks = kTileRows / 16;
+constexpr int kRowBlocks = kTileRows / C::kRows;
 constexpr int kKeyBlocks = kTileK / 16;
 constexpr int kDepthQk = round_up(kHeadDim, 16);
 constexpr int kDepthV = round_up(kHeadDimV, 16);
 constexpr int kOutBlocks = kDepthV / 16;
-static_assert(kRowBlocks * 16 == kTileRows && kKeyBlocks * 16 == kTileK, "tiles are made of 16 x 16 blocks");
+static_assert(kRowBlocks * C::kRows == kTileRows && kKeyBlocks * 16 == kTileK, "tiles are made of blocks");
+static_assert(!kEightRows || kFloat8, "products of eight rows are of float8");
+static_assert(!kEightRows || kBias == 0, "a bias may be loaded in pairs, of which a lane of such a block has none");
 static_assert(kTileQ * kHeads <= kTileRows && kTileQ > 0, "a tile has room for its rows");
 static_assert(kTileQ == 1 || !kFewerHeadsLast, "the rows of fewer heads are the first ones");
 static_assert(kStages >= 2, "one tile is computed while others are on their way");
@@ -33,12 +39,6 @@ static_assert(kStages >= 2, "one tile is computed while others are on their way"
 constexpr int kPitchQ = padded_pitch<Element>(kDepthQk);
 constexpr int kPitchP = padded_pitch<Element>(kTileK);
 constexpr int kRows = kTileQ * kHeads;  // the most rows of a tile that are real
-// Float8 takes twice the products for each byte that is read, so products of no more rows than are real save time (for
-// 16 bits they do not). Where a bias is loaded in pairs, a lane's elements of a row must be neighbours.
-constexpr bool kEightRows = kFloat8 && target::kHasEightRows && kRows <= 8 && sizeof(Operand) == 2 && kBias == 0;
-using M = Either<kEightRows, target::EightRowsMma, target::Mma<Operand>>::Type;
-using C = M::C;
-
 using Partials = RowPartials<kRows, kDepthV>;
 static_assert(sizeof(Partials) == kPartialBytes, "the host's is the same");
 

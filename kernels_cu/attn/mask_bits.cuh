@@ -106,7 +106,7 @@ struct TileMaskBits<true, C, kRowBlocks, kKeyBlocks> {
   DEVICE void load_rows(const MaskBits& bits, int first_row, int first_key, int lane) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        bits.load(rows[m][slot], first_row + m * 16 + C::row(lane, slot), first_key);
+        bits.load(rows[m][slot], first_row + m * C::kRows + C::row(lane, slot), first_key);
       }
     }
   }

@@ -12,7 +12,7 @@ template <bool kMasked, class C, int kTileRows, int kTileK, int kHeads>
 struct TileMask {
   struct TileBits {
     template <class Hidden>
-    DEVICE void hide(C (&)[kTileRows / 16][kTileK / 16], float, int, const Hidden&) const {}
+    DEVICE void hide(C (&)[kTileRows / C::kRows][kTileK / 16], float, int, const Hidden&) const {}
     template <class Clear>
     DEVICE bool for_each_unseen_key(int, const Clear&) const {
       return false;
@@ -28,7 +28,7 @@ struct TileMask {
 
 template <class C, int kTileRows, int kTileK, int kHeads>
 struct TileMask<true, C, kTileRows, kTileK, kHeads> {
-  static constexpr int kRowBlocks = kTileRows / 16, kKeyBlocks = kTileK / 16;
+  static constexpr int kRowBlocks = kTileRows / C::kRows, kKeyBlocks = kTileK / 16;
   static_assert(kKeyBlocks <= 2 && kTileRows <= target::kWave, "a row's bits are a word, and a lane has one row");
   static constexpr unsigned kAll = kKeyBlocks == 2 ? ~0u : 0xffffu;
 
@@ -80,7 +80,7 @@ struct TileMask<true, C, kTileRows, kTileK, kHeads> {
     bool all = true;
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const int r = real(m * 16 + C::row(lane, slot), rows);
+        const int r = real(m * C::kRows + C::row(lane, slot), rows);
         MaskBits(p.block_mask, sequence, head + r % kHeads).load(seen.rows[m][slot], first + r / kHeads, first_key);
         all = all && seen.rows[m][slot].all();
       }

@@ -24,7 +24,7 @@ struct RowPartials {
     float* const columns = reinterpret_cast<float*>(out);
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const int row = m * 16 + C::row(lane, slot);
+        const int row = m * C::kRows + C::row(lane, slot);
         if (row >= rows) continue;
         UNROLL for (int d = 0; d < kOutBlocks; d++) {
           UNROLL for (int e = 0; e < C::kElements; e++) {

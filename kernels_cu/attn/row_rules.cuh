@@ -16,7 +16,7 @@ struct RowRules {
                   int lane)
       : RowRules(
             [&](int n) {
-              const int row = real(n / C::kSlots * 16 + C::row(lane, n % C::kSlots), rows);
+              const int row = real(n / C::kSlots * C::kRows + C::row(lane, n % C::kSlots), rows);
               return ScoreRule(p, sequence, head + row % kHeads, len_q, len_k, offset);
             },
             first, rows, typename Upto<kCount>::Numbers{}) {}

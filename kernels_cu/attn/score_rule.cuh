@@ -204,7 +204,7 @@ DEVICE void transform_scores(C (&s)[kRowBlocks][kKeyBlocks], const Rules& rules,
     UNROLL for (int n = 0; n < kKeyBlocks; n++) {
       UNROLL for (int e = 0; e < C::kElements; e++) {
         const ScoreRule& rule = rules.of(m, C::slot(e));
-        const int i = rules.query(first_row + m * 16 + C::row(lane, C::slot(e)));
+        const int i = rules.query(first_row + m * C::kRows + C::row(lane, C::slot(e)));
         const int j = first_key + n * 16 + C::column(lane, e);
         float& x = s[m][n].x[e];
         if constexpr (ScoreRule::kCapsUnscaled) {

@@ -105,7 +105,7 @@ DEVICE void mask_scores(C (&s)[kRowBlocks][kKeyBlocks], float value, const Visib
   const auto replace = [&](const auto& hides) {
     UNROLL for (int m = 0; m < kRowBlocks; m++) {
       UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const MaskedKeys<Visible> masked_keys(visible, first_row + m * 16 + C::row(lane, slot),
+        const MaskedKeys<Visible> masked_keys(visible, first_row + m * C::kRows + C::row(lane, slot),
                                               first_key + C::column(lane, 0));
         UNROLL for (int n = 0; n < kKeyBlocks; n++) {
           UNROLL for (int i = 0; i < C::kRun; i++) {

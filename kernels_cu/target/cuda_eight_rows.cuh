@@ -9,6 +9,7 @@ namespace target {
 
 // Lane l holds rows 2*(l%4) and 2*(l%4) + 1 of the 8, and columns l/4 and l/4 + 8. Element e = 2*half + slot.
 struct EightRowsAccumulator {
+  static constexpr int kRows = 8;
   static constexpr int kElements = 4;
   static constexpr int kSlots = 2;
   float x[kElements];

@@ -9,6 +9,7 @@ namespace target {
 // The accumulator of a 16 x 16 product, shared by every type: lane l holds rows l/4 and l/4 + 8, and in each of the two
 // 8-column halves the columns 2*(l%4) and 2*(l%4) + 1. Element e = 4*half + 2*slot + parity.
 struct Accumulator {
+  static constexpr int kRows = 16;
   static constexpr int kElements = 8;
   static constexpr int kSlots = 2;  // distinct rows a lane holds
   float x[kElements];

@@ -7,6 +7,7 @@ namespace target {
 
 // lane l holds rows 2*(l%4) and 2*(l%4) + 1 of the 8, and columns l/4 and l/4 + 8
 struct EightRowsAccumulator {
+  static constexpr int kRows = 8;
   static constexpr int kElements = 4;
   static constexpr int kSlots = 2;
   float x[kElements];

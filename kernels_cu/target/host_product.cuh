@@ -13,6 +13,7 @@ struct Operands;
 
 // lane l holds rows l/4 and l/4 + 8, and in each 8-column half the columns 2*(l%4) and 2*(l%4) + 1
 struct Accumulator {
+  static constexpr int kRows = 16;
   static constexpr int kElements = 8;
   static constexpr int kSlots = 2;
   float x[kElements];
@@ -61,6 +62,7 @@ struct Operands<4> {
 
 // lane l holds column l%16 and the four rows from 4*(l/16)
 struct Accumulator {
+  static constexpr int kRows = 16;
   static constexpr int kElements = 4;
   static constexpr int kSlots = 4;
   float x[kElements];

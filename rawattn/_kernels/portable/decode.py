@@ -70,7 +70,7 @@ class Config(Features):
     heads: int  # query heads of a tile
     fewer_heads_last: bool = False  # the last tile of a GQA group has fewer heads
     tile_q: int  # queries of a tile
-    tile_rows: int  # rows of a tile: 16 or 32, of which queries times heads are used
+    tile_rows: int  # rows of a tile: 8, 16, 24 or 32, of which queries times heads are used
     tile_k: int
     waves: int
     stages: int
@@ -215,7 +215,8 @@ def choose_tiles(
 
     tiles: the file of the tile tables. table: the name of one.
     """
-    tile_rows, heads, tile_q = decode_tiles.shape(problem)
+    eights = decode_tiles.in_blocks_of_eight(problem) if target.wave == 32 else None
+    tile_rows, heads, tile_q = eights or decode_tiles.shape(problem)
     chosen = choice.choose(
         config,
         tiles,
