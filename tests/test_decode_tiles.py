@@ -110,5 +110,6 @@ def test_blocks_of_eight_rows(
     assert (config.tile_rows, config.heads, config.tile_q) == shape
     form = ArrayForm("bfloat16", (1, 1, 1, 128), (1, 1, 1, 128))
     assert decode_tiles.in_blocks_of_eight(replace(problem, bias=form)) is None
+    assert decode_tiles.in_blocks_of_eight(replace(problem, dtype="float32")) is None
     wide_waves = decode.choose(problem, replace(H200, wave=64), Operands())
     assert wide_waves.tile_rows in {16, 32}

@@ -237,11 +237,16 @@ def test_few_rows_on_pages(rows: int, keys: int, headdim: int, family: str) -> N
         (5, 700, 16, 64, (False, False)),  # 128 streams
         (5, 700, 17, 64, (False, True)),
         (8, 1024, 17, 64, (True, True)),
-        (8, 8193, 17, 64, (False, False)),
+        (8, 20_000, 17, 64, (True, True)),
         (9, 1024, 17, 64, (False, False)),
         (5, 2047, 17, 96, (False, False)),
         (5, 2048, 17, 96, (True, True)),
         (5, 4096, 17, 128, (False, False)),
+        # few streams of many keys
+        (6, 20_000, 4, 64, (True, True)),
+        (6, 20_000, 4, 96, (False, True)),
+        (6, 20_000, 4, 128, (False, False)),
+        (9, 20_000, 4, 64, (False, False)),
     ],
 )
 def test_wide_tiles_of_many_streams(
@@ -256,6 +261,39 @@ def test_wide_tiles_of_many_streams(
         problem, _ = describe(q, k, k, causal=True)
         family = registry.choose("attention", problem, H200, Operands()).name
     assert family == ("decode" if decoded[paged] else "sm90")
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "keys", "batch", "headdim", "softcap", "decoded"),
+    [
+        # rows, heads on each of eight kv heads; sixteen sequences have 128 streams
+        (8, 3, 511, 16, 128, None, False),
+        (8, 3, 512, 16, 128, None, True),
+        (8, 3, 96, 17, 128, None, True),
+        (8, 3, 95, 17, 128, None, False),
+        (8, 3, 4096, 16, 136, None, False),
+        (8, 4, 4096, 17, 128, None, False),
+        (8, 4, 512, 17, 64, None, True),
+        (8, 4, 1024, 17, 128, 20.0, True),
+        (8, 4, 1023, 17, 128, 20.0, False),
+        (8, 5, 8192, 16, 64, 20.0, False),
+        (16, 4, 512, 16, 128, None, True),
+        (16, 4, 200, 16, 128, None, False),
+        (16, 4, 64, 17, 128, None, True),
+        (16, 5, 8192, 17, 128, None, False),
+        (7, 3, 200, 16, 256, None, True),  # the forward takes a tile for each head
+    ],
+)
+def test_rows_of_float8(
+    heads: int, rows: int, keys: int, batch: int, headdim: int, softcap: float | None, decoded: bool
+) -> None:
+    dims = {"headdim": headdim, "headdim_v": headdim, "nheads_q": 8 * heads}
+    family = family_of(batch, rows, keys, 16, **dims, softcap=softcap, float8=True)
+    assert family == ("decode" if decoded else "sm90")
+    if headdim == 128 and rows * heads == 24 and decoded:
+        bias = ArrayForm("bfloat16", (1, 1, 1, keys), (0, 0, 0, 2))
+        plain = family_of(batch, rows, keys, 16, **dims, softcap=softcap, bias=bias)
+        assert family_of(batch, rows, keys, 16, **dims, float8=True, bias=bias) == plain
 
 
 def test_a_call_imports_what_it_asks_alone() -> None:

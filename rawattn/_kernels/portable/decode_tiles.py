@@ -42,8 +42,10 @@ def in_blocks_of_eight(problem: Problem) -> tuple[int, int, int] | None:
     That is where a tile of 8 or 24 rows has all rows that share float8 keys: those take twice the products for each byte that
     is read. Of 16 bits it saves no time. In such a block the elements of a lane do not lie as a bias is loaded.
     """
+    if not problem.float8 or problem.dtype == "float32" or problem.bias is not None:
+        return None
     rows, heads, queries = shape(problem)
-    if not problem.float8 or problem.bias is not None or problem.max_seqlen_q > queries:
+    if problem.max_seqlen_q > queries:
         return None
     rows = round_up(heads * max(problem.max_seqlen_q, 1), 8)
     if rows not in (8, 24):

@@ -52,12 +52,25 @@ _FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
 # The least seqlen_k under a mask that the forward reads as bools (`forward.masks_keys`).
 _LEAST_MASKED = 448
 # More rows than one tile: the most keys of decoding. _WIDE_MAX_KEYS in general; _FEW_COLUMNS_KEYS where the forward has more to
-# find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. Calls
+# find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. There is
+# no limit for one wide tile of keys in pages or up to that head dim, unless a mask or a changed score is there. Calls
 # without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.
 _WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048, 8192, 64, 96
 # Wide tiles of more streams than SMs, without a mask and without changed scores: decoding is the faster kernel from so many
-# keys on. Columns: (largest head dim, least seqlen_k in pages, in rows). More than _FEW_COLUMNS_KEYS keys were not timed.
+# keys on. Columns: (largest head dim, least seqlen_k in pages, in rows).
 _LEAST_MANY_WIDE = ((64, 0, 1024), (96, 2048, 2048))
+# Keys of float8, which two warps of the forward convert for all its rows, up to head dim WIDE_TILE_HEADDIM. Columns:
+# (most rows, least heads of a GQA group, largest head dim, whether a mask, slopes, a score function or a soft cap must be
+# there, least seqlen_k for up to as many streams as there are SMs, for more). Any line that admits the call decides for
+# decoding. The first is of tiles of three blocks of eight rows.
+_LEAST_KEYS_FLOAT8 = (
+    (24, 1, 128, False, 512, 96),
+    (32, 1, 64, False, 512, 512),
+    (32, 1, 128, True, 1024, 1024),
+    (64, 16, 128, False, 512, 0),
+)
+# So many tiles of the forward for each tile of decoding are slower at any number of keys.
+_WORTH_TILES, _WORTH_TILES_FLOAT8 = 4, 2.5
 # More rows than one tile whose bias, slopes or score text differ by head, so that each head takes at least 16 rows of the
 # forward's tiles. Decoding is the faster kernel where that makes many rows of few, on enough keys of all streams together.
 # Columns: (least rows of the forward for each row of decoding's tiles, enough keys up to head dim _FEW_COLUMNS, beyond it).
@@ -75,7 +88,7 @@ _FORWARD_ROWS = 128, 192
 
 def are_few(problem: Problem, target: Target) -> bool:
     """Whether a call has so few rows for the keys which they share that decoding's kernels are asked before the forward."""
-    if _are_many_wide(problem, target):
+    if _are_many_wide(problem, target) or _are_few_of_float8(problem, target):
         return True
     # The forward reads such a mask's bools itself. For decoding an earlier launch makes bits of them.
     if forward.masks_keys(problem):
@@ -88,7 +101,8 @@ def are_few(problem: Problem, target: Target) -> bool:
     listed = problem.pages is not None or problem.mask is not None
     forward_has_more_work = listed or _changes_scores(problem)
     tiles, forward_tiles = decode_tiles.sharing_keys(problem), _forward_tiles(problem)
-    if keys < _least_keys(problem, target) and forward_tiles < 4 * tiles:
+    worth = _WORTH_TILES_FLOAT8 if problem.float8 else _WORTH_TILES
+    if keys < _least_keys(problem, target) and forward_tiles < worth * tiles:
         return False
     if rows <= TILE_ROWS or tiles < forward_tiles:
         return True
@@ -108,7 +122,8 @@ def are_few(problem: Problem, target: Target) -> bool:
     plain = problem.mask is None and not _changes_scores(problem)
     if dim > (_WIDE_PLAIN_MAX_HEADDIM if plain else WIDE_TILE_HEADDIM):
         return False
-    if keys > (_FEW_COLUMNS_KEYS if decode_favoured else _WIDE_MAX_KEYS):
+    unlimited = plain and rows <= 2 * TILE_ROWS and (narrow or listed)
+    if not unlimited and keys > (_FEW_COLUMNS_KEYS if decode_favoured else _WIDE_MAX_KEYS):
         return False
     if rows <= 2 * TILE_ROWS:
         return streams <= (all_busy if decode_favoured else all_busy // 4)
@@ -119,7 +134,7 @@ def are_few(problem: Problem, target: Target) -> bool:
 def _are_many_wide(problem: Problem, target: Target) -> bool:
     """Whether decoding in several blocks an SM is faster, as there are many streams of a wide tile each."""
     rows, keys = problem.max_seqlen_q * problem.group_heads, problem.max_seqlen_k
-    if not TILE_ROWS < rows <= 2 * TILE_ROWS or keys > _FEW_COLUMNS_KEYS:
+    if not TILE_ROWS < rows <= 2 * TILE_ROWS:
         return False
     if problem.batch * problem.nheads_kv <= target.multiprocessors:
         return False
@@ -128,6 +143,23 @@ def _are_many_wide(problem: Problem, target: Target) -> bool:
     dim = max(problem.headdim, problem.headdim_v)
     least = next((least for most, *least in _LEAST_MANY_WIDE if dim <= most), None)
     return least is not None and keys >= least[problem.pages is None]
+
+
+def _are_few_of_float8(problem: Problem, target: Target) -> bool:
+    if not problem.float8 or problem.bias is not None:
+        return False
+    rows, heads = problem.max_seqlen_q * problem.group_heads, problem.group_heads
+    dim = max(problem.headdim, problem.headdim_v)
+    forward_has_more_work = problem.mask is not None or _changes_scores(problem)
+    many = problem.batch * problem.nheads_kv > target.multiprocessors
+    return rows > TILE_ROWS and any(
+        rows <= most
+        and heads >= least_heads
+        and dim <= columns
+        and forward_has_more_work >= more_work
+        and problem.max_seqlen_k >= (least_many if many else least)
+        for most, least_heads, columns, more_work, least, least_many in _LEAST_KEYS_FLOAT8
+    )
 
 
 def _least_keys(problem: Problem, target: Target) -> int:
