@@ -37,9 +37,12 @@ struct EightRowsMma : Mma<float16> {
   };
 
   DEVICE static A load_a_float8(const float16* tile, int pitch, int lane) {
-    const Mma<float16>::A rows = Mma<float16>::load_a_float8(tile, pitch, lane);
+    if (reinterpret_cast<unsigned long long>(tile) % 16 != 0 || pitch % 8 != 0) {
+      host::fail("a fragment is loaded from rows of %d elements at %p: not all on 16 bytes", pitch,
+                 static_cast<const void*>(tile));
+    }
     A a;
-    for (int e = 0; e < kElementsA; e++) a.x[e] = rows.x[e % 2 + e / 2 * 4];
+    for (int e = 0; e < kElementsA; e++) a.x[e] = tile[lane / 4 * pitch + lane % 4 * 4 + e];
     return a;
   }
   DEVICE static A from_accumulator(const C& c) {
