@@ -264,6 +264,33 @@ def test_wide_tiles_of_many_streams(
 
 
 @pytest.mark.parametrize(
+    ("changed", "keys", "batch", "headdim", "decoded"),
+    [
+        # eight rows of four heads on each of eight kv heads
+        ("softcap", 512, 17, 64, True),
+        ("softcap", 511, 17, 64, False),
+        ("softcap", 4096, 17, 72, False),
+        ("mask", 512, 17, 64, True),
+        ("bias", 4096, 17, 64, False),
+        ("softcap", 20_000, 16, 128, True),
+        ("mask", 20_000, 16, 128, True),
+        ("bias", 8192, 16, 64, True),
+        ("bias", 8193, 16, 64, False),
+    ],
+)
+def test_wide_tiles_with_changed_scores(
+    changed: str, keys: int, batch: int, headdim: int, decoded: bool
+) -> None:
+    options = {
+        "softcap": 20.0,
+        "mask": ArrayForm("bool", (1, 1, 8, keys), (0, 0, keys, 1)),
+        "bias": ArrayForm("bfloat16", (1, 1, 8, keys), (0, 0, 2 * keys, 2)),
+    }
+    dims = {"headdim": headdim, "headdim_v": headdim, changed: options[changed]}
+    assert family_of(batch, 8, keys, 16, **dims) == ("decode" if decoded else "sm90")
+
+
+@pytest.mark.parametrize(
     ("heads", "rows", "keys", "batch", "headdim", "softcap", "decoded"),
     [
         # rows, heads on each of eight kv heads; sixteen sequences have 128 streams

@@ -53,12 +53,14 @@ _FEW_STREAMS, _NARROW_STREAMS = 1 / 12, 1 / 2
 _LEAST_MASKED = 448
 # More rows than one tile: the most keys of decoding. _WIDE_MAX_KEYS in general; _FEW_COLUMNS_KEYS where the forward has more to
 # find or less to compute, which is with keys in pages, a mask, a changed score or a head dim of up to _FEW_COLUMNS. There is
-# no limit for one wide tile of keys in pages or up to that head dim, unless a mask or a changed score is there. Calls
+# no limit for one wide tile without a bias, in pages, under a mask or up to that head dim. Calls
 # without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.
 _WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048, 8192, 64, 96
-# Wide tiles of more streams than SMs, without a mask and without changed scores: decoding is the faster kernel from so many
-# keys on. Columns: (largest head dim, least seqlen_k in pages, in rows).
+# Wide tiles of more streams than SMs: decoding is the faster kernel from so many keys on. Columns: (largest head dim, least
+# seqlen_k in pages, in rows) without a mask and without changed scores; then, up to head dim _FEW_COLUMNS, of keys in pages
+# with a mask, slopes, a score function or a soft cap.
 _LEAST_MANY_WIDE = ((64, 0, 1024), (96, 2048, 2048))
+_LEAST_MANY_WIDE_LISTED = 512
 # Keys of float8, which two warps of the forward convert for all its rows, up to head dim WIDE_TILE_HEADDIM. Columns:
 # (most rows, least heads of a GQA group, largest head dim, whether a mask, slopes, a score function or a soft cap must be
 # there, least seqlen_k for up to as many streams as there are SMs, for more). Any line that admits the call decides for
@@ -122,7 +124,7 @@ def are_few(problem: Problem, target: Target) -> bool:
     plain = problem.mask is None and not _changes_scores(problem)
     if dim > (_WIDE_PLAIN_MAX_HEADDIM if plain else WIDE_TILE_HEADDIM):
         return False
-    unlimited = plain and rows <= 2 * TILE_ROWS and (narrow or listed)
+    unlimited = problem.bias is None and rows <= 2 * TILE_ROWS and (narrow or listed)
     if not unlimited and keys > (_FEW_COLUMNS_KEYS if decode_favoured else _WIDE_MAX_KEYS):
         return False
     if rows <= 2 * TILE_ROWS:
@@ -138,9 +140,10 @@ def _are_many_wide(problem: Problem, target: Target) -> bool:
         return False
     if problem.batch * problem.nheads_kv <= target.multiprocessors:
         return False
-    if problem.mask is not None or _changes_scores(problem):
-        return False
     dim = max(problem.headdim, problem.headdim_v)
+    if problem.mask is not None or _changes_scores(problem):
+        timed = problem.pages is not None and problem.bias is None
+        return timed and dim <= _FEW_COLUMNS and keys >= _LEAST_MANY_WIDE_LISTED
     least = next((least for most, *least in _LEAST_MANY_WIDE if dim <= most), None)
     return least is not None and keys >= least[problem.pages is None]
 
