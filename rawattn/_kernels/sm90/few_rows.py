@@ -149,6 +149,7 @@ def _are_many_wide(problem: Problem, target: Target) -> bool:
 
 
 def _are_few_of_float8(problem: Problem, target: Target) -> bool:
+    """Whether decoding is faster because the forward takes long to convert the keys; see _LEAST_KEYS_FLOAT8."""
     if not problem.float8 or problem.bias is not None:
         return False
     rows, heads = problem.max_seqlen_q * problem.group_heads, problem.group_heads
