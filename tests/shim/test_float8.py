@@ -87,6 +87,21 @@ def test_options_of_scores(machine: MakeDevice, name: str, pair: bool) -> None:
         assert "rawattn_forward" in device.launched
 
 
+@pytest.mark.parametrize("name", ["mask", "mask-and-window", "mask-of-kept-keys", "alibi"])
+def test_masks_of_24_rows(machine: MakeDevice, name: str) -> None:
+    """18 rows that share keys are one tile of three blocks of eight."""
+    call = paged((150, 33, 0), 5, rows=9, heads=(4, 2), float8="arrays")
+    for num_splits in (None, 3):
+        verify_decode(machine(), call, num_splits=num_splits, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("rows", [4, 10])
+@pytest.mark.parametrize("name", ["mask-of-kept-keys", "softcap", "sinks", "score_mod"])
+def test_options_of_blocks_of_eight_rows(machine: MakeDevice, name: str, rows: int) -> None:
+    call = paged((150, 33, 0), 5, rows=rows, heads=(4, 2), float8="arrays")
+    verify_decode(machine(), call, num_splits=3, **OPTIONS[name])
+
+
 def test_chunks(machine: MakeDevice) -> None:
     for dtype, float8 in ((BFLOAT16, "numbers"), (F32, "arrays")):
         call = paged(

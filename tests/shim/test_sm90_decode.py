@@ -15,6 +15,7 @@ from tests import exhaustive
 from tests.paged import BFLOAT16, Paged, paged, verify
 from tests.shim.device import Device, MakeDevice
 from tests.shim.paged import (
+    OPTIONS,
     each_decoded,
     finite,
     normal,
@@ -270,3 +271,10 @@ def test_shipped_tiles_of_8_bits(hopper: MakeDevice) -> None:
         out, lse = run(device, call, family="decode", num_splits=2)
         verify(call, out, lse)
         assert "rawattn_sm90_decode" in device.launched
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"dropout"}))
+def test_options_of_24_rows_of_8_bits(hopper: MakeDevice, name: str) -> None:
+    """18 rows that share float8 keys are one tile of three blocks of eight; with a bias they are two of sixteen."""
+    call = paged((150, 33, 0), 16, rows=9, heads=(4, 2), float8="arrays")
+    verify_kernel(hopper(), call, family="decode", num_splits=3, **OPTIONS[name])
