@@ -49,6 +49,56 @@ def random_pages(seed: int) -> RandomPages:
         float8=some("", "", "", "plain", "numbers", "arrays"),
         seed=seed,
     )
+    options = _random_options(rng, call, max(*lens_q, most))
+    return RandomPages(call, options, bool(rng.integers(2)))
+
+
+def random_batch(seed: int) -> RandomPages:
+    """Return a random call of many short sequences with few rows each, as a server decodes them. Half of the pools hold 8-bit
+    elements.
+    """
+    rng = np.random.default_rng([seed, 17])
+
+    def some(*choices: Any) -> Any:
+        return choices[int(rng.integers(len(choices)))]
+
+    batch, nheads_kv = int(some(20, 50, 90, 140, 300)), int(some(1, 2, 4, 8))
+    while batch * nheads_kv > 700:
+        nheads_kv //= 2
+    group, most = int(some(1, 2, 4, 5, 6, 8, 16)), int(some(1, 1, 1, 2, 3, 4, 6))
+    while nheads_kv * group > 40:
+        group = -(-group // 2)
+    longest = int(some(60, 200, 500))
+    lens_k = tuple(int(some(0, longest, *rng.integers(1, longest, 10))) for _ in range(batch))
+    lens_q: tuple[int, ...] = (most,) * batch
+    if some(False, False, True):
+        lens_q = tuple(int(min(rng.integers(0, most + 1), n)) for n in lens_k)
+    packed = bool(rng.integers(3) == 0)
+    dim = int(some(64, 128, 128, some(32, 96, 192, 256), rng.integers(1, 257)))
+    call = paged(
+        lens_k,
+        int(some(16, 16, 1, 128, some(7, 8, 24, 64, 300))),
+        rows=lens_q,
+        packed=packed,
+        room_q=None if packed else most,
+        heads=(nheads_kv * group, nheads_kv),
+        dims=(dim, int(some(dim, dim, dim, rng.integers(1, 257)))),
+        dtype=some(BFLOAT16, np.dtype(np.float16), BFLOAT16, np.dtype(np.float32)),
+        integers=some(np.int32, np.int64),
+        pair=bool(rng.integers(2)),
+        heads_first=bool(rng.integers(2)),
+        float8=some("", "", "plain", "arrays"),
+        seed=seed,
+    )
+    return RandomPages(call, _random_options(rng, call, most), bool(rng.integers(4)))
+
+
+def _random_options(rng: np.random.Generator, call: Paged, rows: int) -> dict[str, Any]:
+    """rows: the most query rows of a sequence."""
+
+    def some(*choices: Any) -> Any:
+        return choices[int(rng.integers(len(choices)))]
+
     nheads_q = call.q.shape[-2]
     options: dict[str, Any] = {
         "causal": bool(rng.integers(2)),
@@ -62,7 +112,7 @@ def random_pages(seed: int) -> RandomPages:
     if more == "softcap":
         options[more] = 5.0
     elif more == "mask":
-        options[more] = rng.random((1, max(*lens_q, most), max(lens_k) + 1)) < 0.8
+        options[more] = rng.random((1, rows, max(call.seqlen_k) + 1)) < 0.8
     elif more:
         options[more] = rng.standard_normal(nheads_q).astype(np.float32) / 4
-    return RandomPages(call, options, bool(rng.integers(2)))
+    return options

@@ -14,7 +14,7 @@ from rawattn import paged_attention
 from rawattn._kernels.selection import only
 from tests.gpu.pages import F16, F32, LENS, lengths_of, on_gpu
 from tests.paged import paged, verify
-from tests.random_pages import random_pages
+from tests.random_pages import RandomPages, random_batch, random_pages
 
 cupy = pytest.importorskip("cupy")
 
@@ -148,7 +148,16 @@ def test_a_captured_plan_of_growing_lengths(pair: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT // 4))
 def test_random(seed: int) -> None:
-    call, options, on_device = random_pages(seed)
+    _check(seed, random_pages(seed))
+
+
+@pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT // 4))
+def test_random_batch(seed: int) -> None:
+    _check(seed, random_batch(seed))
+
+
+def _check(seed: int, drawn: RandomPages) -> None:
+    call, options, on_device = drawn
     arrays = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     scales = {
         n: cupy.asarray(x) if on_device and isinstance(x, np.ndarray) else x

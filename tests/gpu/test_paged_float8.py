@@ -13,7 +13,7 @@ import rawattn
 from rawattn import paged_attention
 from rawattn._kernels.selection import only
 from tests.gpu.pages import CHUNKS, F16, F32, LENS, LIMITS, MASKS, SHAPES, check_pages, on_gpu
-from tests.paged import BFLOAT16, FLOAT8, paged, verify
+from tests.paged import BFLOAT16, FLOAT8, OPTIONS, paged, verify
 
 cupy = pytest.importorskip("cupy")
 
@@ -35,6 +35,16 @@ FLOAT8_SHAPES: list[dict[str, Any]] = [
 def test_pages_of_8_bits(shape: dict[str, Any], float8: str, options: dict[str, Any]) -> None:
     for num_splits in (None, 6):
         check_pages(paged(LENS, **shape, float8=float8), num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("rows", [4, 9])
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"bias", "bias-of-keys", "dropout"}))
+def test_options_of_scores_in_blocks_of_eight_rows(name: str, rows: int, page_size: int) -> None:
+    """8 and 18 rows that share keys are one block and three blocks of eight."""
+    call = paged((150, 33, 0), page_size, rows=rows, heads=(4, 2), dims=(128, 64), float8="arrays")
+    for num_splits in (None, 3):
+        check_pages(call, "decode", num_splits=num_splits, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("shape", CHUNKS, ids=str)
