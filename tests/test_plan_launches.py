@@ -16,6 +16,7 @@ import rawattn
 from rawattn import Gradients, attention, attention_backward, plan
 from rawattn._interop.native import View
 from rawattn._runtime import plan_fast_path, planned
+from rawattn._runtime.launches import BoundLaunch
 from rawattn._verbs import plan as verbs_plan
 from tests.test_plan import OPTIONS_WITH_GRADIENTS, aligned, arrays
 
@@ -46,9 +47,10 @@ class Machine:
         results = tuple(
             (inputs[verb.lead_index].shape, inputs[verb.lead_index].dtype) for _ in verb.outputs
         )
-        launches = [(self._launch, 1)]
         memory = SimpleNamespace(
-            run=self._run, tail=[], launches=launches, launches_leaving_padding=lambda _: launches
+            run=self._run,
+            tail=[],
+            bound_launches=self._bound_launches,
         )
         prepared = SimpleNamespace(steps=(), plan_memory=lambda *_: memory)
         return SimpleNamespace(copies=None, results=results, prepared=prepared), None
@@ -56,8 +58,10 @@ class Machine:
     def _run(self, addresses: list[int], stream: int, integers: Any, theirs: Any) -> None:
         self.launched.append(addresses)
 
-    def _launch(self, addresses: list[int], blocks: int, stream: int) -> None:
-        self.launched.append(addresses)
+    def _bound_launches(self, theirs: Any = ()) -> list[Any]:
+        written: list[list[int]] = []
+        enqueue = lambda blocks, stream, arguments: self.launched.append(arguments[-1])  # noqa: E731
+        return [BoundLaunch(written.append, enqueue, 1, written)]  # type: ignore[arg-type]
 
     def current_device(self) -> int:
         return self.current[-1]
@@ -129,6 +133,25 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(planned.GpuPlan, "__call__", counted)
     return found
+
+
+def test_calls_with_the_planned_arrays_are_short(
+    monkeypatch: pytest.MonkeyPatch, long_ways: list[Any]
+) -> None:
+    """Such calls launch with their addresses, also without naming them, and behind calls with other arrays."""
+    machine = Machine(monkeypatch)
+    q, k, v, other = (aligned((1, 5, 2, 8)) for _ in range(4))
+    made = plan(attention, q, k, v)
+    for given in ((), (q, k, v), (other, k, v), (), (other, k, v), (q, k, v), (q, other, v), ()):
+        out = made(*given)
+        expected = [machine.address(x) for x in (*(given or (q, k, v)), out)]
+        assert [x for x in machine.launched.pop() if x][: len(expected)] == expected
+    assert not long_ways
+    q.shape = (1, 5, 4, 4)
+    for given in ((), (q, k, v)):
+        with pytest.raises(ValueError, match=r"^q: got shape \(1, 5, 4, 4\)"):
+            made(*given)
+    assert not machine.launched
 
 
 def _with_arrays() -> tuple[list[Any], list[Any], Any]:

@@ -20,7 +20,7 @@ from rawattn._interop.native import Memory
 from rawattn._interop.streams import PER_THREAD_DEFAULT, own_stream
 from rawattn._kernels.steps import Lists, Step, Steps, Tiles
 from rawattn._runtime import graphs, kernel
-from rawattn._runtime.launches import Launch, launch_of
+from rawattn._runtime.launches import BoundLaunch, bound_launch, launch_of
 from rawattn._runtime.lengths import CARRIED, NAMES, POSITIONS, LengthsMemory
 from rawattn._runtime.runs import Launches, RunMemory, run_of
 from rawattn._runtime.setup import SendIntegers, Setup, without_filling
@@ -254,20 +254,20 @@ class Prepared:
 
         return run_of(None, self.run_memory), given
 
-    def launches_without_padding_of(
-        self, theirs: Sequence[int]
-    ) -> tuple[tuple[Launch, int] | None, list[Launch]]:
-        """The setup launch and the other launches of a run that leaves padding rows of some arrays as they are.
+    def bound_launches(self, blocks: Sequence[int], theirs: Sequence[int]) -> list[BoundLaunch]:
+        """The launches of every run but a layout's first one, with parameters of their own.
 
-        theirs: the indices of these arrays.
+        blocks: of each launch behind that of the setup. theirs: the indices of arrays whose padding rows stay as they are.
         """
         kept = {self._names[n] for n in theirs}
-        launches = list(self._launches)
-        for n, step in enumerate(self.steps):
-            if kept.intersection(name for _, name in step.fills):
-                launches[n] = launch_of(without_filling(step, kept), self._slot, self.device)
-        setup = None if self._setup is None else self._setup.without_padding_of(kept)
-        return setup, launches
+        setup = None if self._setup is None else self._setup.bound_later_runs(kept)
+        found = [] if setup is None else [setup]
+        for step, count in zip(self.steps, blocks, strict=True):
+            if count:
+                found.append(
+                    bound_launch(without_filling(step, kept), self._slot, self.device, count)
+                )
+        return found
 
     def plan_memory(self, memory: Memory, stream: int, lengths: Lengths | None) -> PlanMemory:
         """Memory for the runs of a plan, which must not allocate. Lengths on the host are sent and ordered now, on `stream`."""
@@ -291,7 +291,7 @@ class PlanMemory:
 
     Runs with it allocate nothing. They share the memory, so they must run one after the other on the device.
 
-    tail: the addresses behind those of the arrays. launches: all launches of a run, each with its number of blocks.
+    tail: the addresses behind those of the arrays.
     """
 
     def __init__(
@@ -320,14 +320,11 @@ class PlanMemory:
             unknown = [0] * len(prepared._names)  # no outputs yet, so no padding rows are filled
             prepared._first_setup(data, to, [*unknown, *self.tail], stream)
         self._prepared, self._blocks = prepared, blocks
-        self.launches = self._launches_of(prepared._later_setup, prepared._launches)
-        self._leaving_padding: dict[tuple[int, ...], list[tuple[Launch, int]]] = {}  # by `theirs`
+        self._bound: dict[tuple[int, ...], list[BoundLaunch]] = {}  # those of `run`, by `theirs`
 
-    def _launches_of(
-        self, setup: tuple[Launch, int] | None, launches: Sequence[Launch]
-    ) -> list[tuple[Launch, int]]:
-        before = () if setup is None else (setup,)
-        return [*before, *zip(launches, self._blocks, strict=True)]
+    def bound_launches(self, theirs: Sequence[int] = ()) -> list[BoundLaunch]:
+        """The launches of a run, with parameters of their own. theirs: as in `run`."""
+        return self._prepared.bound_launches(self._blocks, theirs)
 
     def run(
         self,
@@ -346,19 +343,12 @@ class PlanMemory:
         if integers is not None:
             for index, address in integers.items():
                 addresses[first + index] = address
-        for launch, count in self.launches_leaving_padding(tuple(theirs)):
-            launch(addresses, count, stream)
-
-    def launches_leaving_padding(self, theirs: tuple[int, ...]) -> list[tuple[Launch, int]]:
-        """The launches of a run that leaves padding rows of these arrays as they are."""
-        if not theirs or not self._prepared.ragged:
-            return self.launches
-        found = self._leaving_padding.get(theirs)
-        if found is None:
-            prepared = self._prepared
-            found = self._launches_of(*prepared.launches_without_padding_of(theirs))
-            self._leaving_padding[theirs] = found
-        return found
+        launches = self._bound.get(tuple(theirs))
+        if launches is None:
+            launches = self._bound[tuple(theirs)] = self.bound_launches(theirs)
+        for each in launches:
+            each.write(addresses)
+            each.enqueue(each.blocks, stream, each.arguments)
 
 
 def _count(blocks: int | Tiles, lengths: Lengths) -> int:

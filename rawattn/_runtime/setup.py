@@ -9,7 +9,7 @@ from rawattn._kernels.portable import ragged_setup
 from rawattn._kernels.steps import Step, Steps
 from rawattn._runtime import kernel
 from rawattn._runtime.kernel import Arguments
-from rawattn._runtime.launches import Launch, launch_of
+from rawattn._runtime.launches import BoundLaunch, Launch, bound_launch, launch_of
 
 
 class Setup:
@@ -32,9 +32,11 @@ class Setup:
         self._send_all: SendIntegers | None = None
         self._send_pieces: tuple[SendIntegers, tuple[Launch, int] | None] | None = None
 
-    def without_padding_of(self, kept: Collection[str]) -> tuple[Launch, int] | None:
-        """`later_runs`, but it leaves padding rows of these arrays as they are."""
-        return self._launch(without_filling(self._later_step, kept))
+    def bound_later_runs(self, kept: Collection[str]) -> BoundLaunch | None:
+        """`later_runs` with parameters of its own. It leaves padding rows of the arrays `kept` as they are."""
+        step = replace(without_filling(self._later_step, kept), early=self._early)
+        assert isinstance(step.blocks, int)
+        return bound_launch(step, self._slot, self._device, step.blocks) if step.blocks else None
 
     def load_first_run(self, nbytes: int) -> SendIntegers:
         """`first_run` for up to `nbytes` of integers, with its kernels loaded now."""

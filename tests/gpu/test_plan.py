@@ -56,6 +56,21 @@ def test_same_bits_as_a_call(case: Case, name: str) -> None:
 
 @each_case
 @pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_planned_and_other_arrays_in_turns(case: Case, name: str) -> None:
+    framework = framework_of(name)
+    call = arguments(materialise(case), case, framework)
+    q, k, v = (call.pop(name) for name in "qkv")
+    other = arguments(materialise(replace(case, seed=9)), case, framework)["q"]
+    expected = {id(x): bits(rawattn.attention(x, k, v, **call), framework) for x in (q, other)}
+    assert expected[id(q)] != expected[id(other)]
+    plan = rawattn.plan(rawattn.attention, q, k, v, **call)
+    for first in (q, other, None, other, other, q, q):
+        result = plan() if first is None else plan(first, k, v)
+        assert bits(result, framework) == expected[id(q if first is None else first)]
+
+
+@each_case
+@pytest.mark.parametrize("name", ["cupy", "torch"])
 def test_into_the_callers_own(case: Case, name: str) -> None:
     """A plan leaves the padding rows of a given `out` as they are, in the first such call and in later calls, which take the
     fast path."""
