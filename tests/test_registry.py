@@ -291,6 +291,43 @@ def test_wide_tiles_with_changed_scores(
 
 
 @pytest.mark.parametrize(
+    ("softcap", "rows", "keys", "batch", "headdim", "decoded"),
+    [
+        # rows, four heads on each of eight kv heads; decoded: in rows, in pages
+        (None, 9, 4096, 2, 64, (True, True)),
+        (None, 9, 4097, 2, 64, (False, True)),
+        (None, 9, 4096, 2, 128, (False, False)),
+        (20.0, 9, 4097, 2, 64, (True, True)),
+        (20.0, 9, 6250, 2, 128, (False, True)),
+        (20.0, 9, 6251, 2, 128, (False, False)),
+        (20.0, 9, 12_500, 1, 128, (False, True)),
+        (20.0, 17, 2048, 1, 128, (False, False)),
+        (20.0, 9, 2048, 5, 128, (False, False)),  # 40 streams
+    ],
+)
+@pytest.mark.parametrize("paged", [False, True])
+def test_more_rows_than_a_wide_tile(
+    softcap: float | None,
+    rows: int,
+    keys: int,
+    batch: int,
+    headdim: int,
+    decoded: tuple[bool, bool],
+    paged: bool,
+) -> None:
+    dims = {"headdim": headdim, "headdim_v": headdim, "softcap": softcap}
+    if paged:
+        family = family_of(batch, rows, keys, 16, **dims)
+    else:
+        shapes = (batch, rows, 32, headdim), (batch, keys, 8, headdim)
+        q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
+        problem, _ = describe(q, k, k, causal=True)
+        problem = replace(problem, softcap=softcap)
+        family = registry.choose("attention", problem, H200, Operands()).name
+    assert family == ("decode" if decoded[paged] else "sm90")
+
+
+@pytest.mark.parametrize(
     ("heads", "rows", "keys", "batch", "headdim", "softcap", "decoded"),
     [
         # rows, heads on each of eight kv heads; sixteen sequences have 128 streams

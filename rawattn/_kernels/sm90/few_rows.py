@@ -56,6 +56,9 @@ _LEAST_MASKED = 448
 # no limit for one wide tile without a bias, in pages, under a mask or up to that head dim. Calls
 # without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.
 _WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048, 8192, 64, 96
+# More rows than a wide tile, of few streams: the most keys of all streams together. First of keys in pages with a mask, slopes,
+# a score function or a soft cap, which have no other limit of keys then; second of keys in rows without any of these.
+_FEW_KEYS_SCORED, _FEW_KEYS_PLAIN = 100_000, 65_536
 # Wide tiles of more streams than SMs: decoding is the faster kernel from so many keys on. Columns: (largest head dim, least
 # seqlen_k in pages, in rows) without a mask and without changed scores; then, up to head dim _FEW_COLUMNS, of keys in pages
 # with a mask, slopes, a score function or a soft cap.
@@ -124,13 +127,19 @@ def are_few(problem: Problem, target: Target) -> bool:
     plain = problem.mask is None and not _changes_scores(problem)
     if dim > (_WIDE_PLAIN_MAX_HEADDIM if plain else WIDE_TILE_HEADDIM):
         return False
-    unlimited = problem.bias is None and rows <= 2 * TILE_ROWS and (narrow or listed)
-    if not unlimited and keys > (_FEW_COLUMNS_KEYS if decode_favoured else _WIDE_MAX_KEYS):
-        return False
+    most_keys = _FEW_COLUMNS_KEYS if decode_favoured else _WIDE_MAX_KEYS
     if rows <= 2 * TILE_ROWS:
-        return streams <= (all_busy if decode_favoured else all_busy // 4)
-    decode_favoured = narrow or problem.mask is not None
-    return rows <= 4 * TILE_ROWS and decode_favoured and streams <= all_busy // 4
+        unlimited = problem.bias is None and (narrow or listed)
+        most_streams = all_busy if decode_favoured else all_busy // 4
+        return streams <= most_streams and (unlimited or keys <= most_keys)
+    if rows > 4 * TILE_ROWS or streams > all_busy // 4:
+        return False
+    if problem.pages is None and plain and streams * keys > _FEW_KEYS_PLAIN:
+        return False
+    scored = not plain and problem.bias is None
+    if problem.pages is not None and scored and streams * keys <= _FEW_KEYS_SCORED:
+        return True
+    return keys <= most_keys and (narrow or problem.mask is not None)
 
 
 def _are_many_wide(problem: Problem, target: Target) -> bool:
