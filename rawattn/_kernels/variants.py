@@ -24,6 +24,8 @@ _PAGES = PageForm(page_size=16, num_pages=1, entries=1, has_indptr=False, dtype=
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
+# Sequences on one SM, so many that decoding has its smallest blocks.
+_MANY_SEQUENCES = 8
 # Rows of a sequence that is too long for the backward's table "short".
 _MANY_ROWS = 2048
 
@@ -58,12 +60,13 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
         backward: bool = False,
         seqlens: tuple[int, int] = (1, 1),  # of queries and keys
         group: int = 1,
+        batch: int = 1,
         pages: PageForm | None = None,
         float8: bool = False,
     ) -> None:
         problem = Problem(
             dtype=dtype,
-            batch=1,
+            batch=batch,
             nheads_q=group,
             nheads_kv=1,
             headdim=headdim,
@@ -174,6 +177,23 @@ def common_variants(arch: str, *, every: bool = False, purpose: str = "inference
             add("float16", headdim, left=0, right=0, scale=-1.0)
             add("bfloat16", headdim, left=0, right=0, scale=-1.0)
         add("float16", 128, ragged=True, group=24, seqlens=(1, 1), pages=_PAGES, float8=True)
+        for headdim, rows, float8 in (
+            (64, 1, False),
+            (64, 5, False),
+            (128, 1, True),
+            (128, 5, True),
+        ):
+            add(
+                "bfloat16",
+                headdim,
+                ragged=True,
+                right=0,
+                seqlens=(rows, 1),
+                group=4,
+                batch=_MANY_SEQUENCES,
+                pages=_PAGES,
+                float8=float8,
+            )
         for width in (8, 4, 1):
             add("bfloat16", 40, copy_bytes=width, ragged=True, pages=_PAGES, float8=True)
         add("bfloat16", 36, 36, copy_bytes=8, right=0, backward=True)
