@@ -294,19 +294,22 @@ def test_wide_tiles_with_changed_scores(
     ("softcap", "rows", "keys", "batch", "headdim", "decoded"),
     [
         # rows, four heads on each of eight kv heads; decoded: in rows, in pages
-        (None, 9, 4096, 2, 64, (True, True)),
-        (None, 9, 4097, 2, 64, (False, True)),
+        (None, 9, 8192, 1, 64, (True, True)),
+        (None, 9, 2048, 2, 64, (True, True)),
+        (None, 9, 2049, 2, 64, (False, True)),
         (None, 9, 4096, 2, 128, (False, False)),
         (20.0, 9, 4097, 2, 64, (True, True)),
         (20.0, 9, 6250, 2, 128, (False, True)),
         (20.0, 9, 6251, 2, 128, (False, False)),
         (20.0, 9, 12_500, 1, 128, (False, True)),
         (20.0, 17, 2048, 1, 128, (False, False)),
+        (20.0, 8, 511, 2, 128, (False, True)),  # a wide tile
+        (20.0, 8, 512, 2, 128, (True, True)),
         (20.0, 9, 2048, 5, 128, (False, False)),  # 40 streams
     ],
 )
 @pytest.mark.parametrize("paged", [False, True])
-def test_more_rows_than_a_wide_tile(
+def test_rows_of_few_streams(
     softcap: float | None,
     rows: int,
     keys: int,
@@ -346,6 +349,11 @@ def test_more_rows_than_a_wide_tile(
         (16, 4, 64, 17, 128, None, True),
         (16, 5, 8192, 17, 128, None, False),
         (7, 3, 200, 16, 256, None, True),  # the forward takes a tile for each head
+        (4, 5, 12_500, 1, 256, None, True),
+        (4, 5, 12_501, 1, 256, None, False),
+        (4, 5, 2048, 2, 256, None, False),  # 16 streams
+        (4, 5, 1023, 1, 256, None, False),
+        (4, 13, 2048, 1, 256, None, False),
     ],
 )
 def test_rows_of_float8(

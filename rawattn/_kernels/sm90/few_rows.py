@@ -56,9 +56,12 @@ _LEAST_MASKED = 448
 # no limit for one wide tile without a bias, in pages, under a mask or up to that head dim. Calls
 # without a mask and without changed scores go to decoding up to head dim _WIDE_PLAIN_MAX_HEADDIM alone.
 _WIDE_MAX_KEYS, _FEW_COLUMNS_KEYS, _FEW_COLUMNS, _WIDE_PLAIN_MAX_HEADDIM = 2048, 8192, 64, 96
-# More rows than a wide tile, of few streams: the most keys of all streams together. First of keys in pages with a mask, slopes,
-# a score function or a soft cap, which have no other limit of keys then; second of keys in rows without any of these.
-_FEW_KEYS_SCORED, _FEW_KEYS_PLAIN = 100_000, 65_536
+# More rows than a wide tile, of few streams: the most keys of all streams together. First of keys in pages with a mask or a
+# soft cap, which have no other limit of keys then. Then of keys in rows, without a mask and without changed scores: for up to
+# _FEWER_STREAMS streams; for more.
+_FEW_KEYS_CAPPED, _FEW_KEYS_PLAIN, _FEWER_KEYS_PLAIN, _FEWER_STREAMS = 100_000, 65_536, 32_768, 12
+# The least and the most seqlen_k of a wide tile beyond head dim _FEW_COLUMNS with a soft cap, of few streams and keys in rows.
+_CAPPED_KEYS_IN_ROWS = 512, 8192
 # Wide tiles of more streams than SMs: decoding is the faster kernel from so many keys on. Columns: (largest head dim, least
 # seqlen_k in pages, in rows) without a mask and without changed scores; then, up to head dim _FEW_COLUMNS, of keys in pages
 # with a mask, slopes, a score function or a soft cap.
@@ -74,6 +77,9 @@ _LEAST_KEYS_FLOAT8 = (
     (32, 1, 128, True, 1024, 1024),
     (64, 16, 128, False, 512, 0),
 )
+# Beyond that head dim, of no more streams than a sixteenth of the SMs: the most rows, the least seqlen_k, and the most keys of
+# all streams together.
+_FEW_WIDE_FLOAT8 = 48, 1024, 100_000
 # So many tiles of the forward for each tile of decoding are slower at any number of keys.
 _WORTH_TILES, _WORTH_TILES_FLOAT8 = 4, 2.5
 # More rows than one tile whose bias, slopes or score text differ by head, so that each head takes at least 16 rows of the
@@ -118,7 +124,9 @@ def are_few(problem: Problem, target: Target) -> bool:
         if streams * keys >= _enough_keys(problem, tiles):
             return True
         if not narrow:
-            return False
+            capped = _is_capped(problem) and dim <= WIDE_TILE_HEADDIM and rows <= 2 * TILE_ROWS
+            least, most = _CAPPED_KEYS_IN_ROWS
+            return capped and least <= keys <= most and streams <= all_busy // 4
     if problem.max_seqlen_q == 1:  # of many heads
         few = _FEW_STREAMS if rows > 2 * TILE_ROWS else 0.0
         if streams <= (_NARROW_STREAMS if narrow else few) * all_busy:
@@ -128,17 +136,28 @@ def are_few(problem: Problem, target: Target) -> bool:
     if dim > (_WIDE_PLAIN_MAX_HEADDIM if plain else WIDE_TILE_HEADDIM):
         return False
     most_keys = _FEW_COLUMNS_KEYS if decode_favoured else _WIDE_MAX_KEYS
-    if rows <= 2 * TILE_ROWS:
-        unlimited = problem.bias is None and (narrow or listed)
-        most_streams = all_busy if decode_favoured else all_busy // 4
-        return streams <= most_streams and (unlimited or keys <= most_keys)
-    if rows > 4 * TILE_ROWS or streams > all_busy // 4:
+    if rows > 2 * TILE_ROWS:
+        return _are_few_in_two_wide_tiles(problem, target, most_keys)
+    unlimited = problem.bias is None and (narrow or listed)
+    most_streams = all_busy if decode_favoured else all_busy // 4
+    return streams <= most_streams and (unlimited or keys <= most_keys)
+
+
+def _are_few_in_two_wide_tiles(problem: Problem, target: Target, most_keys: int) -> bool:
+    """`are_few` for more rows than a wide tile, of few streams. most_keys: of decoding in general."""
+    rows, keys = problem.max_seqlen_q * problem.group_heads, problem.max_seqlen_k
+    streams = problem.batch * problem.nheads_kv
+    if rows > 4 * TILE_ROWS or streams > target.multiprocessors // 4:
         return False
-    if problem.pages is None and plain and streams * keys > _FEW_KEYS_PLAIN:
-        return False
-    scored = not plain and problem.bias is None
-    if problem.pages is not None and scored and streams * keys <= _FEW_KEYS_SCORED:
+    changed = _changes_scores(problem)
+    if problem.pages is None and problem.mask is None and not changed:
+        few_keys = _FEW_KEYS_PLAIN if streams <= _FEWER_STREAMS else _FEWER_KEYS_PLAIN
+        if streams * keys > few_keys:
+            return False
+    capped = _is_capped(problem) or (problem.mask is not None and not changed)
+    if problem.pages is not None and capped and streams * keys <= _FEW_KEYS_CAPPED:
         return True
+    narrow = max(problem.headdim, problem.headdim_v) <= _FEW_COLUMNS
     return keys <= most_keys and (narrow or problem.mask is not None)
 
 
@@ -164,13 +183,20 @@ def _are_few_of_float8(problem: Problem, target: Target) -> bool:
     rows, heads = problem.max_seqlen_q * problem.group_heads, problem.group_heads
     dim = max(problem.headdim, problem.headdim_v)
     forward_has_more_work = problem.mask is not None or _changes_scores(problem)
-    many = problem.batch * problem.nheads_kv > target.multiprocessors
-    return rows > TILE_ROWS and any(
+    streams, keys = problem.batch * problem.nheads_kv, problem.max_seqlen_k
+    if rows <= TILE_ROWS:
+        return False
+    if dim > WIDE_TILE_HEADDIM:
+        most_rows, least, together = _FEW_WIDE_FLOAT8
+        few = streams <= target.multiprocessors // 16 and streams * keys <= together
+        return few and rows <= most_rows and keys >= least
+    many = streams > target.multiprocessors
+    return any(
         rows <= most
         and heads >= least_heads
         and dim <= columns
         and forward_has_more_work >= more_work
-        and problem.max_seqlen_k >= (least_many if many else least)
+        and keys >= (least_many if many else least)
         for most, least_heads, columns, more_work, least, least_many in _LEAST_KEYS_FLOAT8
     )
 
@@ -223,6 +249,11 @@ def _enough_keys(problem: Problem, tiles: int) -> float:
 def _changes_scores(problem: Problem) -> bool:
     options = problem.bias, problem.alibi_slopes, problem.score_mod, problem.softcap
     return any(option is not None for option in options)
+
+
+def _is_capped(problem: Problem) -> bool:
+    """Whether a soft cap is all that changes scores."""
+    return problem.softcap is not None and not _changes_scores(replace(problem, softcap=None))
 
 
 def _forward_tiles(problem: Problem) -> int:
