@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,14 +225,14 @@ def test_pages_that_share_memory_are_refused_of_a_known_append(put: Put) -> None
     made = rawattn.plan(rawattn.append_kv, *given, q=q, **named)
     for _ in range(3):
         made(*given, q=q)
-    for other in (given[0], given[1], pools[0], q):
-        before = other.data.ptr
+    for n in (0, 1, 2, -1):  # k, v, k_pages, q
         for offset in (0, 64, -64):
-            other.data.ptr = pools[1].data.ptr + offset
+            others = [*given, q]
+            others[n] = copy.copy(others[n])
+            others[n].data = SimpleNamespace(ptr=pools[1].data.ptr + offset, device_id=0)
             for again in (made, partial(rawattn.append_kv, **named)):
                 with pytest.raises(ValueError, match=r": shares memory with "):
-                    again(*given, q=q)
-        other.data.ptr = before
+                    again(*others[:-1], q=others[-1])
 
 
 def test_planned_appends_write_out(put: Put) -> None:
