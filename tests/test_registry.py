@@ -212,6 +212,19 @@ def family_of(
     return registry.choose("paged_attention", problem, H200, operands).name
 
 
+def family_in_rows_or_pages(
+    paged: bool, batch: int, rows: int, keys: int, headdim: int, softcap: float | None = None
+) -> str:
+    """The family of kernels that a causal call of 32 heads on 8 takes, of keys in rows or in pages of 16."""
+    if paged:
+        dims = {"headdim": headdim, "headdim_v": headdim}
+        return family_of(batch, rows, keys, 16, **dims, softcap=softcap)
+    shapes = (batch, rows, 32, headdim), (batch, keys, 8, headdim)
+    q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
+    problem, _ = describe(q, k, k, causal=True)
+    return registry.choose("attention", replace(problem, softcap=softcap), H200, Operands()).name
+
+
 @pytest.mark.parametrize(
     ("rows", "keys", "headdim", "family"),
     [
@@ -252,14 +265,7 @@ def test_few_rows_on_pages(rows: int, keys: int, headdim: int, family: str) -> N
 def test_wide_tiles_of_many_streams(
     rows: int, keys: int, batch: int, headdim: int, decoded: tuple[bool, bool], paged: bool
 ) -> None:
-    dims = {"headdim": headdim, "headdim_v": headdim}
-    if paged:
-        family = family_of(batch, rows, keys, 16, **dims)
-    else:
-        shapes = (batch, rows, 32, headdim), (batch, keys, 8, headdim)
-        q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
-        problem, _ = describe(q, k, k, causal=True)
-        family = registry.choose("attention", problem, H200, Operands()).name
+    family = family_in_rows_or_pages(paged, batch, rows, keys, headdim)
     assert family == ("decode" if decoded[paged] else "sm90")
 
 
@@ -318,15 +324,7 @@ def test_rows_of_few_streams(
     decoded: tuple[bool, bool],
     paged: bool,
 ) -> None:
-    dims = {"headdim": headdim, "headdim_v": headdim, "softcap": softcap}
-    if paged:
-        family = family_of(batch, rows, keys, 16, **dims)
-    else:
-        shapes = (batch, rows, 32, headdim), (batch, keys, 8, headdim)
-        q, k = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
-        problem, _ = describe(q, k, k, causal=True)
-        problem = replace(problem, softcap=softcap)
-        family = registry.choose("attention", problem, H200, Operands()).name
+    family = family_in_rows_or_pages(paged, batch, rows, keys, headdim, softcap)
     assert family == ("decode" if decoded[paged] else "sm90")
 
 
