@@ -20,6 +20,7 @@
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
 #include "attn/schedule/line.cuh"
+#include "attn/schedule/seen_lengths.cuh"
 #include "attn/schedule/shared_tile.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
@@ -99,20 +100,47 @@ struct Work {
   DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
   DEVICE int tile(int n, int wave) const { return span.begin + n * kWaves + wave; }
 
-  // Starts to load the queries and the wave's first kStages - 1 tiles. slot: of the first of these.
-  DEVICE void begin(const ForwardParams& p, Element* queries, Ring& ring, int slot, int wave, int lane) {
-    if (tile(0, wave) < span.end) {
-      look_up(tile(0, wave), lane);
-      look_up(tile(1, wave), lane);
+  // Looks up the wave's first two tiles.
+  DEVICE void look_up_first(int wave, int lane) {
+    if (tile(0, wave) >= span.end) return;
+    look_up(tile(0, wave), lane);
+    look_up(tile(1, wave), lane);
+  }
+
+  // Asks for the wave's first kStages - 1 tiles in the L2 cache, once the first two have been looked up.
+  DEVICE void prefetch(const Ring& ring, int wave, int lane) const {
+    if constexpr (!kBlockMask) {  // which tiles are hidden is not looked at here
+      typename Ring::Source ahead = source;
+#pragma unroll 1
+      for (int n = 0; n < kStages - 1 && tile(n, wave) < span.end; n++) {
+        ring.prefetch(ahead, lane);
+        ahead.look_up(key_tiles.first_key(tile(n + 2, wave)), lane);
+      }
     }
+  }
+
+  // Starts to load the queries.
+  DEVICE void load_queries(const ForwardParams& p, Element* queries, int wave, int lane) const {
     const auto q =
         rows_of_heads<kHeads, const Element>(p.q, p.q_strides, segment.sequence, segment.q, segment.head, first);
     CopyQ::load(queries, q, segment.rows, wave * target::kWave + lane);
     target::copy_async_commit();
+  }
+
+  // Starts to load the wave's first kStages - 1 tiles, of which the first two have been looked up, after the queries.
+  // slot: of the first of these.
+  DEVICE void load_first(const ForwardParams& p, Ring& ring, int slot, int wave, int lane) {
 #pragma unroll 1
     for (int n = 0; n < kStages - 1; n++) {
       load(p, ring, slot, tile(n, wave), lane);
       slot = next_slot(slot);
+    }
+  }
+
+  // Waits for the tiles that load_first() has asked for.
+  DEVICE void drop(Ring& ring, int slot, int wave) const {
+    for (int n = 0; n < kStages - 1; n++, slot = next_slot(slot)) {
+      if (tile(n, wave) < span.end && !is_empty(slot)) ring.wait(slot);
     }
   }
 
@@ -159,9 +187,30 @@ struct Work {
   static constexpr bool kTestsRange = kPaged && (kLeft || (kRight && kTopLeft));
 };
 
-// The whole work of a block. shared: its shared memory, aligned as the rings need. more: arguments of the ring.
+using Seen = SeenLengths<kRagged, kPaged, kPlainIntegers, kThreads>;
+
+// Blocks of the next kernel are let in before the last two turns of a block that has at most so many, and else behind
+// the last one: blocks that wait for long start in an order that costs large batches 1 % of the memory bandwidth, but
+// the sooner they start, the more of their keys they prefetch (docs/notes/decode.md).
+constexpr int kFewBytes = 2304 << 10;  // of keys and values, for all blocks of an SM
+template <class Ring>
+constexpr int kFewTurns = kFewBytes / (kWaves * Ring::kStageBytes * config::kBlocksPerSm);
+
+// The ring of the thread's wave. shared: the block's shared memory, aligned as rings need. more: arguments of the ring.
 template <class Ring, class... More>
-DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&... more) {
+DEVICE Ring ring_of_wave(unsigned char* shared, const More&... more) {
+  using L = Layout<Ring>;
+  const int wave = target::thread_index() / target::kWave, lane = target::thread_index() % target::kWave;
+  return Ring(shared + wave * L::kWaveBytes, shared + L::kExtraAt + wave * Ring::kExtraBytes, lane, more...);
+}
+
+template <class Ring>
+OUT_OF_LINE void attend_again(const ForwardParams& p, unsigned char* shared, Ring ring);
+
+// The whole work of a block. kEarly: whether it begins while earlier kernels still run, where it can tell whether what
+// it has read then has changed. shared: its shared memory.
+template <class Ring, bool kEarly>
+DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
   using L = Layout<Ring>;
   auto* const shared_tiles = reinterpret_cast<SharedTile<Partials>*>(shared + L::kSharedTilesAt);
   bool* const flags = reinterpret_cast<bool*>(shared + L::kSharedTilesAt + L::kSharedTilesBytes);
@@ -169,19 +218,37 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
   const int thread = target::thread_index();
   const int lane = thread % target::kWave;
   const int wave = thread / target::kWave;
-  Ring ring(shared + wave * L::kWaveBytes, shared + L::kExtraAt + wave * Ring::kExtraBytes, lane, more...);
   Operand* const slab = reinterpret_cast<Operand*>(shared + wave * L::kWaveBytes + kStages * Ring::kStageBytes);
 
   if constexpr (kPaged)
     prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
   BlockLine line(p);
-  // Without lengths in memory the line is cut while earlier kernels still run.
-  constexpr bool kReadsLengths = kRagged || kPositions;
-  if constexpr (kReadsLengths) ring.wait_for_prior_kernels();
-  line.cut(*reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt));
-  if constexpr (!kReadsLengths) ring.wait_for_prior_kernels();
-  if (line.at >= line.end) return;
+  auto& room = *reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt);
+  // The first segment is found while earlier kernels still run, and its first keys are brought to the L2 cache. Such a
+  // kernel may write keys, pages and lengths. So once they are done, pages are looked up again, and lengths compared.
+  const bool early = kEarly && !kPositions && Seen::has_room(p);
+  if (!early) ring.wait_for_prior_kernels();
+  Seen seen;
+  line.cut(room, [&](int n, const Span& q, const Span& k) {
+    if (n == thread) seen.put(q, k);
+  });
   Work<Ring> work;
+  bool is_found = line.at < line.end;  // whether `work` is a segment that has not begun
+  if (is_found) {
+    work = Work<Ring>(p, line, lane);
+    work.look_up_first(wave, lane);
+  }
+  if (early) {
+    if (is_found) work.prefetch(ring, wave, lane);
+    ring.wait_for_prior_kernels();
+    if (is_found) work.look_up_first(wave, lane);
+  }
+  if (is_found) work.load_queries(p, queries, wave, lane);
+  const bool differs = early && seen.differ(p, thread);  // whether a length has changed
+  if (!is_found) {
+    if (kEarly && kRagged && target::block_any(differs)) attend_again(p, shared, ring);
+    return;
+  }
   Segment previous;  // the segment before
   int slot = 0;      // of the next tile in the wave's ring
   // Entries of `shared_tiles`: the segments that have begun so far whose query tile other blocks share.
@@ -191,10 +258,15 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
 #pragma unroll 1
   while (true) {
     // The first tiles of the next segment are loaded while the partial results of the segment before are merged.
-    const bool more = line.at < line.end;
+    const bool more = is_found || line.at < line.end;
     const auto begin = [&] {
-      work = Work<Ring>(p, line, lane);
-      work.begin(p, queries, ring, slot, wave, lane);
+      if (!is_found) {
+        work = Work<Ring>(p, line, lane);
+        work.look_up_first(wave, lane);
+        work.load_queries(p, queries, wave, lane);
+      }
+      is_found = false;
+      work.load_first(p, ring, slot, wave, lane);
       if (!work.segment.whole()) {
         if (thread == 0) shared_tiles[shared_count] = SharedTile<Partials>(line, work.segment);
         shared_count++;
@@ -219,7 +291,13 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
       begin();
     }
     ring.wait_for_queries();
-    target::block_sync();
+    if (!kEarly || !kRagged) {
+      target::block_sync();
+    } else if (target::block_any(differs)) {
+      work.drop(ring, slot, wave);
+      attend_again(p, shared, ring);
+      return;
+    }
     float unit = 1.0f;  // the factor that undoes the scaling of the converted queries
     if constexpr (kConvertsQueries) {
       const QueryTile<kTileRows, kDepthQk, kPitchQ> tile{queries};
@@ -256,9 +334,13 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     UNROLL for (int m = 0; m < kRowBlocks; m++) { UNROLL for (int d = 0; d < kOutBlocks; d++) o[m][d] = C{}; }
     const bool lines_by_step = Added::can_step_lines(rules, 0, lane);
 
+    // The turn before which the next kernel may start, if it is not behind the last one.
+    const bool early_enough = early && line.at >= line.end && line.has_few_units(kFewTurns<Ring>, work.rounds());
+    const int lets_in = early_enough ? work.rounds() - 2 : -1;
     // All waves take the same number of turns, even without a tile in the last one: so they agree on `slot`.
 #pragma unroll 1
     for (int n = 0; n < work.rounds(); n++, slot = next_slot(slot)) {
+      if (n == lets_in) ring.launch_dependents();
       const int tile = work.tile(n, wave);
       if (tile >= work.span.end) continue;
       const auto load_next = [&] { work.load(p, ring, last_slot(slot), tile + (kStages - 1) * kWaves, lane); };
@@ -321,6 +403,13 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, const More&...
     const SharedTile<Partials> tile = shared_tiles[n];
     merge_parts(p, tile, flags[n], thread);
   }
+}
+
+// The same for a block that began with lengths which have changed since. Its instructions lie apart, so that other
+// blocks have no register less for them.
+template <class Ring>
+OUT_OF_LINE void attend_again(const ForwardParams& p, unsigned char* shared, Ring ring) {
+  attend<Ring, false>(p, shared, ring);
 }
 
 }  // namespace decode

@@ -65,6 +65,7 @@ struct WaveRing {
     source.found.template load<CopyV, true>(values, source.v, p.v_strides, offsets, real, lane);
   }
   DEVICE void commit() const { target::copy_async_commit(); }
+  DEVICE void prefetch(const Source&, int) const {}
   DEVICE void wait_for_prior_kernels() const {}  // the kernel is not launched early (`Step.early`)
   DEVICE void launch_dependents() const {}
   DEVICE void wait_for_queries() const { target::copy_async_wait<kStages - 1>(); }
@@ -87,5 +88,5 @@ struct WaveRing {
 
 KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_decode(PARAMETER ForwardParams p) {
   SHARED_MEMORY(shared, config::kSharedBytes);
-  decode::attend<decode::WaveRing>(p, shared);
+  decode::attend<decode::WaveRing, false>(p, shared, decode::ring_of_wave<decode::WaveRing>(shared));
 }

@@ -144,6 +144,7 @@ DEVICE void setmaxnreg_inc() {
 }
 
 DEVICE void prefetch_tensormap(const TensorMap*) {}
+DEVICE void prefetch_tensor_5d(const TensorMap*, int, int, int, int, int) {}
 template <int kReceivers = 1>
 DEVICE void copy_tensor_5d(void* shared, const TensorMap* map, Mbarrier* barrier, int c0, int c1, int c2, int c3,
                            int c4) {

@@ -48,6 +48,13 @@ DEVICE void copy_tensor_5d_evict_first(void* shared, const TensorMap* map, Mbarr
       : "memory");
 }
 
+// Asks for a box in the L2 cache.
+DEVICE void prefetch_tensor_5d(const TensorMap* map, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0),
+               "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
 // Orders this thread's accesses to shared memory before those of TMA and wgmma that follow: what it has written is
 // visible to them. If another thread issues the copy or the product, the two threads must synchronise in between.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -126,21 +126,14 @@ struct TmaRing {
   template <class Real>
   DEVICE void load(const ForwardParams&, const Source& source, int slot, const Real&, int lane) const {
     if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kTileBytes);
-    if (lane >= kBoxes) return;
-    source.with_coordinates([&](int row, int head, int outer, int page) {
-      if constexpr (kWholeRows) {
-        unsigned char* const keys = bytes(slot) + lane * kBoxRows * kBlocksQk * 128;
-        unsigned char* const values = bytes(slot) + (kTileK * kBlocksQk + lane * kBoxRows * kBlocksV) * 128;
-        ptx::copy_tensor_5d_evict_first(keys, &maps.k, &full[slot], 0, row, head, outer, page);
-        ptx::copy_tensor_5d_evict_first(values, &maps.v, &full[slot], 0, row, head, outer, page);
-      } else {
-        UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
-          const bool of_keys = b < kBlocksQk;
-          const int column = (of_keys ? b : b - kBlocksQk) * kColumns;
-          ptx::copy_tensor_5d_evict_first(bytes(slot) + b * kBlockBytes + lane * kBoxRows * 128,
-                                          of_keys ? &maps.k : &maps.v, &full[slot], column, row, head, outer, page);
-        }
-      }
+    for_each_box(source, lane, [&](const ptx::TensorMap* map, int offset, auto... coordinates) {
+      ptx::copy_tensor_5d_evict_first(bytes(slot) + offset, map, &full[slot], coordinates...);
+    });
+  }
+  // Asks for these rows in the L2 cache.
+  DEVICE void prefetch(const Source& source, int lane) const {
+    for_each_box(source, lane, [&](const ptx::TensorMap* map, int, auto... coordinates) {
+      ptx::prefetch_tensor_5d(map, coordinates...);
     });
   }
   DEVICE void commit() const {}
@@ -170,13 +163,30 @@ struct TmaRing {
     target::block_sync();
     target::wait_for_prior_kernels();
   }
-  // Lets blocks of the next kernel start, no earlier than at the end: blocks that wait for long start in an order that
-  // costs large batches 1 % of the memory bandwidth (docs/notes/decode.md).
+  // Lets blocks of the next kernel start.
   DEVICE void launch_dependents() const { target::launch_dependents(); }
   // Orders what this thread has read and written in slots before TMA fills them again.
   DEVICE void give_back() const { ptx::fence_async_proxy(); }
 
  private:
+  // Calls `use` for each box that is the lane's, with its tensor map, where it lies in a slot, and its coordinates.
+  template <class Use>
+  DEVICE void for_each_box(const Source& source, int lane, const Use& use) const {
+    if (lane >= kBoxes) return;
+    source.with_coordinates([&](int row, int head, int outer, int page) {
+      if constexpr (kWholeRows) {
+        use(&maps.k, lane * kBoxRows * kBlocksQk * 128, 0, row, head, outer, page);
+        use(&maps.v, (kTileK * kBlocksQk + lane * kBoxRows * kBlocksV) * 128, 0, row, head, outer, page);
+      } else {
+        UNROLL for (int b = 0; b < kBlocksQk + kBlocksV; b++) {
+          const bool of_keys = b < kBlocksQk;
+          const int column = (of_keys ? b : b - kBlocksQk) * kColumns;
+          use(of_keys ? &maps.k : &maps.v, b * kBlockBytes + lane * kBoxRows * 128, column, row, head, outer, page);
+        }
+      }
+    });
+  }
+
   // The n-th 16 bytes of a row of values, in the order of memory.
   DEVICE Chunk<16>& piece_of_values(int slot, int row, int n) const {
     const int block = row / 8 * kDown<kBlocksV> + n / 8 * kAcross;  // elements
@@ -190,5 +200,5 @@ struct TmaRing {
 KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_sm90_decode(PARAMETER ForwardParams p,
                                                                                       PARAMETER decode::Maps maps) {
   SHARED_MEMORY_ALIGNED(shared, config::kSharedBytes, 1024);
-  decode::attend<decode::TmaRing>(p, shared, maps);
+  decode::attend<decode::TmaRing, true>(p, shared, decode::ring_of_wave<decode::TmaRing>(shared, maps));
 }

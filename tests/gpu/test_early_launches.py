@@ -13,10 +13,13 @@ import rawattn
 
 cupy = pytest.importorskip("cupy")
 
-# Copies after a delay of 400 000 clock cycles. Its few blocks leave room on every SM, so blocks of the next kernel can start
-# at once.
+# Lets the next kernel start, and copies after a delay of 400 000 clock cycles. Its few blocks leave room on every SM, so
+# blocks of the next kernel start at once.
 _LATE_COPY = r"""
 extern "C" __global__ void late_copy(const unsigned char* from, unsigned char* to, long long count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
   const long long begin = clock64();
   while (clock64() - begin < 400000) {}
   const long long step = (long long)gridDim.x * blockDim.x;
@@ -56,17 +59,43 @@ def _forward() -> tuple[Arrays, Callable[..., Any]]:
     return arrays, rawattn.attention
 
 
-def _paged(rows: int) -> tuple[Arrays, Callable[..., Any]]:
-    pages, page_size, batch = 40, 16, 2
-    table = np.random.default_rng(0).permutation(pages).reshape(batch, -1)
+def _paged(
+    rows: int, *lens: int, dim: int = 64, integers: type = np.int32
+) -> tuple[Arrays, Callable[..., Any]]:
+    page_size, batch = 16, len(lens)
+    each = max(lens) // page_size + 1
+    table = np.random.default_rng(0).permutation(batch * each).reshape(batch, -1)
     arrays = {
-        "q": _random(batch, rows, 8, 64),
-        "k_pages": _random(pages, page_size, 2, 64),
-        "v_pages": _random(pages, page_size, 2, 64),
-        "block_table": cupy.asarray(table, np.int32),
-        "seqlen_k": cupy.asarray([311, 290], np.int32),
+        "q": _random(batch, rows, 8, dim),
+        "k_pages": _random(batch * each, page_size, 2, dim),
+        "v_pages": _random(batch * each, page_size, 2, dim),
+        "block_table": cupy.asarray(table, integers),
+        "seqlen_k": cupy.asarray(lens, integers),
     }
     return arrays, lambda **given: rawattn.paged_attention(**given, causal=True)
+
+
+def _decode(keys: int) -> tuple[Arrays, Callable[..., Any]]:
+    arrays = {
+        "q": _random(3, 2, 8, 128),
+        "k": _random(3, keys, 2, 128),
+        "v": _random(3, keys, 2, 128),
+    }
+    return arrays, lambda **given: rawattn.attention(**given, causal=True)
+
+
+def _decode_packed() -> tuple[Arrays, Callable[..., Any]]:
+    arrays = {"q": _random(3, 8, 64), "k": _random(900, 2, 64), "v": _random(900, 2, 64) * 2}
+    arrays["seqstart"] = cupy.asarray([0, 420, 430, 900], np.int32)
+
+    def call(q: Any, k: Any, v: Any, seqstart: Any) -> Any:
+        starts = cupy.arange(4, dtype=np.int32)
+        seqs = rawattn.SeqLayout(
+            seqstart_q=starts, seqstart_k=seqstart, max_seqlen_q=1, max_seqlen_k=900
+        )
+        return rawattn.attention(q, k, v, seqs=seqs, causal=True)
+
+    return arrays, call
 
 
 def _packed(*starts: int) -> tuple[Arrays, Callable[..., Any]]:
@@ -85,8 +114,14 @@ CASES = {
     "packed": lambda: _packed(140, 150, 430),
     # Each lane of a warp looks at two of so many lengths.
     "many packed": lambda: _packed(*range(3, 490, 9)),
-    "decode": lambda: _paged(1),
-    "paged": lambda: _paged(200),
+    "paged": lambda: _paged(200, 311, 290),
+    "decode": lambda: _paged(1, 311, 290),
+    "decode, 64-bit integers": lambda: _paged(4, 311, 290, integers=np.int64),
+    "decode, one long sequence": lambda: _paged(1, 9000, dim=128),
+    # Each thread of a block looks at several lengths; a block has several sequences.
+    "decode, many": lambda: _paged(1, *range(40, 700)),
+    "decode, rows": lambda: _decode(3000),
+    "decode, packed": _decode_packed,
 }
 
 
@@ -98,22 +133,23 @@ def test_waits_for_what_a_kernel_before_it_writes(
     arrays, call = CASES[name]()
     expected = call(**arrays).get()
     for late in arrays:
-        stale = arrays[late].copy()
-        # As lengths and page ids, ones are valid too, and they give other results.
-        stale.fill(1)
-        given = {**arrays, late: stale}
-        stale_result = call(**given).get()
-        assert not np.array_equal(stale_result, expected), late
-        stream.synchronize()
-        if captured:
-            stream.begin_capture()
-            late_copy(arrays[late], stale)
-            out = call(**given)
-            stream.end_capture().launch()
-        else:
-            late_copy(arrays[late], stale)
-            out = call(**given)
-        np.testing.assert_array_equal(out.get(), expected, err_msg=late)
+        # As lengths and page ids, ones are valid too, and they give other results. Lengths may also be too large before.
+        for before in (1, 1000) if late in ("seqlen_k", "block_table") else (1,):
+            stale = arrays[late].copy()
+            stale.fill(before)
+            given = {**arrays, late: stale}
+            stale_result = call(**given).get()
+            assert not np.array_equal(stale_result, expected), late
+            stream.synchronize()
+            if captured:
+                stream.begin_capture()
+                late_copy(arrays[late], stale)
+                out = call(**given)
+                stream.end_capture().launch()
+            else:
+                late_copy(arrays[late], stale)
+                out = call(**given)
+            np.testing.assert_array_equal(out.get(), expected, err_msg=f"{late} {before}")
 
 
 @pytest.mark.parametrize("rows", [1, 64, 300])

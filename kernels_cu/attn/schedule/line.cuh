@@ -75,14 +75,29 @@ struct Line {
         start(0),
         pieces(p.splits.count) {}
 
-  // Cuts the line. Reads lengths, which earlier kernels may have written. room: in shared memory. All threads of the
-  // block call it.
-  DEVICE void cut(Room& room) {
+  // Cuts the line. Reads lengths, which earlier kernels may be writing: one thread reads where a sequence lies, so that
+  // all threads have the same, and calls see(n, q, k). room: in shared memory. All threads of the block call it.
+  template <class See>
+  DEVICE void cut(Room& room, const See& see) {
     if (kRagged && p.batch > 1) {
-      find(room);
+      find(room, see);
       return;
     }
-    enter(0);
+    sequence = 0;
+    if constexpr (kRagged) {
+      if (target::thread_index() == 0) {
+        read(0);
+        see(0, q, k);
+        room.q = q;
+        room.k = k;
+      }
+      target::block_sync();
+      q = room.q;
+      k = room.k;
+    } else {
+      read(0);
+    }
+    rank_units = units_of_rank();
     const int each = rank_units * p.splits.ranks;
     total = each * p.batch;
     cut_equally();
@@ -134,6 +149,9 @@ struct Line {
     const int to = segment.to * kUnit;
     return {all.begin + segment.from * kUnit, all.begin + (to < tiles ? to : tiles)};
   }
+
+  // Whether a part has at most so many units, where a piece counts for `turns` of them.
+  DEVICE bool has_few_units(int most, int turns) const { return whole <= most && turns <= most; }
 
   // x / y. For numbers that are not negative, the unsigned division takes a third of the instructions of the signed
   // one.
@@ -232,7 +250,8 @@ struct Line {
   // cut() where sequences differ. Each thread counts the units of some consecutive sequences. Sums over the lanes of a
   // wave, then over waves, give the units before these. The thread in whose sequences this block's part begins tells
   // all threads the first of these sequences, which they enter.
-  DEVICE void find(Room& room) {
+  template <class See>
+  DEVICE void find(Room& room, const See& see) {
     const int thread = target::thread_index(), lane = thread % target::kWave, wave = thread / target::kWave;
     const int some = (p.batch + kThreads - 1) / kThreads;
     int units = 0, tiles = 0;
@@ -241,6 +260,7 @@ struct Line {
     // In descending order, so that the thread's first sequence stays entered.
     for (int n = (behind < p.batch ? behind : p.batch) - 1; n >= thread * some; n--) {
       enter(n);
+      see(n, q, k);
       units += rank_units * p.splits.ranks;
       tiles += query_tiles() * p.splits.ranks;
       most = max_of(most_units, most);
@@ -296,6 +316,10 @@ struct Line {
   // Reads the lengths of sequence n and counts its units.
   DEVICE void enter(int n) {
     sequence = n;
+    read(n);
+    rank_units = units_of_rank();
+  }
+  DEVICE void read(int n) {
     if constexpr (kRagged) {
       q = span_of<kPlain>(p.q_side, n);
       k = span_of<kPlain>(p.k_side, n);
@@ -304,7 +328,6 @@ struct Line {
       q = {0, static_cast<int>(p.q_side.rows)};
       k = {0, static_cast<int>(p.k_side.rows)};
     }
-    rank_units = units_of_rank();
   }
   // Units of a rank of the sequence.
   DEVICE int units_of_rank() {
