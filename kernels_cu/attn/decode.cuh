@@ -233,20 +233,26 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
     if (n == thread) seen.put(q, k);
   });
   Work<Ring> work;
-  bool is_found = line.at < line.end;  // whether `work` is a segment that has not begun
-  if (is_found) {
-    work = Work<Ring>(p, line, lane);
-    work.look_up_first(wave, lane);
-  }
+  bool is_found = false;  // whether `work` is a segment that has not begun
+  bool differs = false;   // whether a length has changed since the thread has read it
   if (early) {
-    if (is_found) work.prefetch(ring, wave, lane);
+    is_found = line.at < line.end;
+    if (is_found) {
+      work = Work<Ring>(p, line, lane);
+      work.look_up_first(wave, lane);
+      work.prefetch(ring, wave, lane);
+    }
     ring.wait_for_prior_kernels();
-    if (is_found) work.look_up_first(wave, lane);
-  }
-  if (is_found) work.load_queries(p, queries, wave, lane);
-  const bool differs = early && seen.differ(p, thread);  // whether a length has changed
-  if (!is_found) {
-    if (kEarly && kRagged && target::block_any(differs)) attend_again(p, shared, ring);
+    if (is_found) {
+      work.look_up_first(wave, lane);
+      work.load_queries(p, queries, wave, lane);
+    }
+    differs = seen.differ(p, thread);
+    if (!is_found) {
+      if (kRagged && target::block_any(differs)) attend_again(p, shared, ring);
+      return;
+    }
+  } else if (line.at >= line.end) {
     return;
   }
   Segment previous;  // the segment before

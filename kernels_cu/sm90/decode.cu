@@ -17,6 +17,9 @@ static_assert(kTileK % kBoxRows == 0 && kBoxRows % 8 == 0, "a box begins where t
 static_assert(kPaged || kBoxes == 1, "only pages are in the way of a whole tile");
 static_assert(kBoxes <= target::kWave, "a lane has one box");
 
+// Whether a block begins while earlier kernels still run. Wide tiles leave no registers for that.
+constexpr bool kEarly = kTileRows <= 16;
+
 // Tensor maps of keys and values.
 struct Maps {
   ptx::TensorMap k, v;
@@ -200,5 +203,5 @@ struct TmaRing {
 KERNEL LAUNCH_BOUNDS(decode::kThreads, config::kBlocksPerSm) void rawattn_sm90_decode(PARAMETER ForwardParams p,
                                                                                       PARAMETER decode::Maps maps) {
   SHARED_MEMORY_ALIGNED(shared, config::kSharedBytes, 1024);
-  decode::attend<decode::TmaRing, true>(p, shared, decode::ring_of_wave<decode::TmaRing>(shared, maps));
+  decode::attend<decode::TmaRing, decode::kEarly>(p, shared, decode::ring_of_wave<decode::TmaRing>(shared, maps));
 }
