@@ -44,6 +44,11 @@ class Device:
         self.memory: list[Memory] = []  # all that kernels may touch
         self.launched: list[str] = []  # entries of the launched kernels, in order
         self.summaries: list[str] = []  # summaries of the launched kernels, in order
+        self.launched_early: list[
+            str
+        ] = []  # entries of those launched while earlier kernels may run
+        # Names of arrays that a kernel before these writes at its end, and what all of their elements are until then.
+        self.late: dict[str, int] = {}
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def memset(address: int, value: int, nbytes: int, stream: int) -> None:
@@ -160,6 +165,8 @@ class _Kernel:
         assert shared_bytes <= self._allowed
         self._device.launched.append(self._source.entry)
         self._device.summaries.append(self._source.summary)
+        if early:
+            self._device.launched_early.append(self._source.entry)
         ends = [*arguments.at[1:], len(arguments.data)]
         params = [arguments.data[a:b] for a, b in zip(arguments.at, ends, strict=True)]
         self._device._machine.run(
@@ -169,4 +176,5 @@ class _Kernel:
             threads=threads,
             shared_bytes=shared_bytes,
             memory=self._device.memory,
+            late=self._device.late if early else None,
         )

@@ -52,6 +52,7 @@ struct Fiber {
   int votes;    // how many times it has called block_any
 };
 
+bool prior_kernels_done;  // a thread of the running cluster has waited for them
 Context scheduler;
 std::vector<Fiber> fibers;  // index: rank of the block x threads of a block + thread
 unsigned char* stacks;
@@ -65,6 +66,19 @@ unsigned char* fenced(size_t bytes) {
   unsigned char* const start = static_cast<unsigned char*>(region) + kPage;
   if (body != 0) mprotect(start, body, PROT_READ | PROT_WRITE);
   return start;
+}
+
+// Writes what an earlier kernel writes at its end, or what was there before. The kernel itself may only read it.
+void write_late(bool done) {
+  for (int n = 0; n < launch.late_count; n++) {
+    const LateWrite& write = launch.late[n];
+    unsigned char* const to = static_cast<unsigned char*>(write.to);
+    unsigned char* const page = to - reinterpret_cast<size_t>(to) % kPage;
+    const size_t bytes = to + write.bytes - page;
+    mprotect(page, bytes, PROT_READ | PROT_WRITE);
+    memcpy(to, done ? write.after : write.before, write.bytes);
+    mprotect(page, bytes, PROT_READ);
+  }
 }
 
 Fiber& running_fiber() { return fibers[rank * launch.threads + running]; }
@@ -308,6 +322,8 @@ void run_cluster(int first_block) {
     prepare(fiber.context, stacks + n * (kStackBytes + kPage), kStackBytes, thread_main);
   }
   cluster_syncs = 0;
+  prior_kernels_done = false;
+  write_late(false);
   forget_barriers();
   forget_products();
   forget_copies();
@@ -389,7 +405,11 @@ void wait_until(const char* name, const Condition& condition) {
 }
 
 void launch_dependents() { blocks[rank].early = true; }
-void wait_for_prior_kernels() { running_fiber().waited = true; }
+void wait_for_prior_kernels() {
+  running_fiber().waited = true;
+  if (!prior_kernels_done) write_late(true);
+  prior_kernels_done = true;
+}
 void check_prerequisites(const char* what) {
   if (blocks[rank].early && !running_fiber().waited) fail("%s before it waited for prerequisites", what);
 }

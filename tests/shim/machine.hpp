@@ -1,7 +1,18 @@
 // The simulator's interface: runs a kernel that was compiled against target/host.cuh.
 #pragma once
 
+#include <stddef.h>
+
 namespace host {
+
+// Bytes that a kernel before this one writes at its end. Each cluster finds them as they were before, until one of its
+// threads waits for earlier kernels.
+struct LateWrite {
+  void* to;
+  const void* before;
+  const void* after;
+  size_t bytes;
+};
 
 struct Launch {
   void (*kernel)(const void* const* params);
@@ -9,6 +20,8 @@ struct Launch {
   int grid, cluster;  // blocks of the grid, and blocks of one cluster
   int threads, wave, shared_bytes;
   unsigned seed;  // of the random order in which waves and lanes run and copies arrive
+  const LateWrite* late;
+  int late_count;
 };
 
 // Runs all blocks in a child process, so that a crash or a deadlock of the kernel ends only that process. Returns 0, or
@@ -46,8 +59,10 @@ int bytes_of(void (*)(Params...), int parameter) {
 #define SHIM_ENTRY(kernel)                                                                                  \
   SHIM_EXPORT int shim_parameter_bytes(int parameter) { return host::bytes_of(kernel, parameter); }         \
   SHIM_EXPORT int shim_run(const void* const* params, int grid, int cluster, int threads, int shared_bytes, \
-                           unsigned seed, char* report, int report_bytes) {                                 \
+                           unsigned seed, const host::LateWrite* late, int late_count, char* report,        \
+                           int report_bytes) {                                                              \
     const auto run_one = [](const void* const* p) { host::call(kernel, p); };                               \
-    const host::Launch launch{run_one, params, grid, cluster, threads, RAWATTN_WAVE, shared_bytes, seed};   \
+    const host::Launch launch{run_one,      params,       grid, cluster, threads,                           \
+                              RAWATTN_WAVE, shared_bytes, seed, late,    late_count};                       \
     return host::run(launch, report, report_bytes);                                                         \
   }

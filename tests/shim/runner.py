@@ -43,7 +43,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Launch:
-    """needs: the library that provides the symbols `library` leaves undefined."""
+    """needs: the library that provides the symbols `library` leaves undefined.
+
+    late: what a kernel before this one writes at its end: addresses, and the bytes before and after that.
+    """
 
     library: str
     needs: str
@@ -54,6 +57,18 @@ class Launch:
     shared_bytes: int
     seed: int
     regions: tuple[Region, ...]
+    late: tuple[tuple[int, bytes, bytes], ...] = ()
+
+
+class _LateWrite(ctypes.Structure):
+    """Twin of `LateWrite` in machine.hpp."""
+
+    _fields_ = (
+        ("to", ctypes.c_void_p),
+        ("before", ctypes.c_char_p),
+        ("after", ctypes.c_char_p),
+        ("bytes", ctypes.c_size_t),
+    )
 
 
 @dataclass(frozen=True)
@@ -146,6 +161,9 @@ def _run(library: ctypes.CDLL, launch: Launch) -> Outcome:
     values = [ctypes.create_string_buffer(value, len(value)) for value in launch.params]
     packed = (ctypes.c_void_p * count)(*map(ctypes.addressof, values))
     report = ctypes.create_string_buffer(_REPORT_BYTES)
+    late = (_LateWrite * len(launch.late))(
+        *((to, before, after, len(after)) for to, before, after in launch.late)
+    )
     _protect(launch.regions, allow=True)
     failed = library.shim_run(
         packed,
@@ -154,6 +172,8 @@ def _run(library: ctypes.CDLL, launch: Launch) -> Outcome:
         launch.threads,
         launch.shared_bytes,
         ctypes.c_uint(launch.seed),
+        late,
+        len(late),
         report,
         _REPORT_BYTES,
     )

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,11 +121,13 @@ class Kernel:
         shared_bytes: int = 0,
         seed: int = 1,
         memory: Iterable[Memory] = (),
+        late: Mapping[str, int] | None = None,
     ) -> None:
         """Runs all blocks of the grid, `cluster` at a time. params: the values of the kernel's parameters.
 
         `seed` determines the order in which threads run and copies arrive. A fault's message names the array of `memory`
-        whose bytes were touched.
+        whose bytes were touched. late: names of arrays that a kernel before this one writes at its end, and the integer
+        that all of their elements are until then.
 
         Raises Fault for an access outside of every Memory and of shared memory, diverged threads, deadlocks, copies and
         products that are not waited for, accesses to a block of the cluster that has exited, and undefined behaviour (in a
@@ -135,7 +137,12 @@ class Kernel:
             return
         values = tuple(value.tobytes() for value in params)
         shape = grid, cluster, threads, shared_bytes, seed & 0xFFFFFFFF
-        launch = Launch(self._library, self._needs, values, *shape, arena().regions)
+        writes = tuple(
+            (each.address, np.full_like(x, late[each.name]).tobytes(), x.tobytes())
+            for each in memory
+            if late and each.name in late and (x := each.array()).size
+        )
+        launch = Launch(self._library, self._needs, values, *shape, arena().regions, writes)
         outcome = self._runner.run(launch, arena().file)
         assert outcome.parameter_bytes == (*map(len, values), 0), "the twins of a struct differ"
         if outcome.failed:
