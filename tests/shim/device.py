@@ -44,9 +44,7 @@ class Device:
         self.memory: list[Memory] = []  # all that kernels may touch
         self.launched: list[str] = []  # entries of the launched kernels, in order
         self.summaries: list[str] = []  # summaries of the launched kernels, in order
-        self.launched_early: list[
-            str
-        ] = []  # entries of those launched while earlier kernels may run
+        self.launched_early: list[str] = []  # entries of those that earlier kernels may run beside
         # Names of arrays that a kernel before these writes at its end, and what all of their elements are until then.
         self.late: dict[str, int] = {}
 
