@@ -75,6 +75,13 @@ struct OneTile {
   DEVICE Edges edges(int) const { return met; }
 };
 
+// How many tiles each wave asks for in the L2 cache before earlier kernels are done: about 128 KiB for an SM.
+// bytes: of one tile for each of its waves.
+constexpr int tiles_ahead(int bytes) {
+  constexpr int kBytes = 128 << 10;
+  return bytes < kBytes ? (kBytes + bytes / 2) / bytes : 1;
+}
+
 // A segment, and how its tiles are loaded.
 template <class Ring>
 struct Work {
@@ -107,15 +114,19 @@ struct Work {
     look_up(tile(1, wave), lane);
   }
 
-  // Asks for the wave's first kStages - 1 tiles in the L2 cache, once the first two have been looked up.
+  // Asks for kAhead of the wave's first tiles in the L2 cache: every second one, from the first one on in half of the
+  // waves and from the second one in others. So memory and the cache bring tiles at the same time once loads begin.
   DEVICE void prefetch(const Ring& ring, int wave, int lane) const {
-    if constexpr (!kBlockMask) {  // which tiles are hidden is not looked at here
-      typename Ring::Source ahead = source;
+    constexpr int kAhead = tiles_ahead(kWaves * Ring::kStageBytes * config::kBlocksPerSm);
+    const int first = wave % 2;
+    if (kBlockMask || tile(first, wave) >= span.end) return;  // which tiles a mask hides is not looked at here
+    typename Ring::Source ahead = source;
+    ahead.look_up(key_tiles.first_key(tile(first, wave)), lane);
+    ahead.look_up(key_tiles.first_key(tile(first + 2, wave)), lane);
 #pragma unroll 1
-      for (int n = 0; n < kStages - 1 && tile(n, wave) < span.end; n++) {
-        ring.prefetch(ahead, lane);
-        ahead.look_up(key_tiles.first_key(tile(n + 2, wave)), lane);
-      }
+    for (int n = first; n < first + 2 * kAhead && tile(n, wave) < span.end; n += 2) {
+      ring.prefetch(ahead, lane);
+      ahead.look_up(key_tiles.first_key(tile(n + 4, wave)), lane);
     }
   }
 
@@ -189,10 +200,11 @@ struct Work {
 
 using Seen = SeenLengths<kRagged, kPaged, kPlainIntegers, kThreads>;
 
-// Blocks of the next kernel are let in before the last two turns of a block that has at most so many, and else behind
-// the last one: blocks that wait for long start in an order that costs large batches 1 % of the memory bandwidth, but
-// the sooner they start, the more of their keys they prefetch (docs/notes/decode.md).
-constexpr int kFewBytes = 2304 << 10;  // of keys and values, for all blocks of an SM
+// Blocks of the next kernel are let in some turns before the end of a block that has few keys, or one part of a query
+// tile, and else behind the last turn: blocks that wait for long cost other batches 1 % of the memory bandwidth, but
+// the sooner they start, the more of their beginning is hidden (docs/notes/decode.md). It takes longer in pages.
+constexpr int kFewBytes = (kPaged ? 4608 : 2304) << 10;  // of keys and values, for all blocks of an SM
+constexpr int kLastTurns = kPaged ? 4 : 2;
 template <class Ring>
 constexpr int kFewTurns = kFewBytes / (kWaves * Ring::kStageBytes * config::kBlocksPerSm);
 
@@ -239,7 +251,6 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
     is_found = line.at < line.end;
     if (is_found) {
       work = Work<Ring>(p, line, lane);
-      work.look_up_first(wave, lane);
       work.prefetch(ring, wave, lane);
     }
     ring.wait_for_prior_kernels();
@@ -341,8 +352,12 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
     const bool lines_by_step = Added::can_step_lines(rules, 0, lane);
 
     // The turn before which the next kernel may start, if it is not behind the last one.
-    const bool early_enough = early && line.at >= line.end && line.has_few_units(kFewTurns<Ring>, work.rounds());
-    const int lets_in = early_enough ? work.rounds() - 2 : -1;
+    int lets_in = -1;
+    if (early && line.at >= line.end) {
+      const bool is_one_part = !has_previous && !work.segment.whole();
+      if (is_one_part || line.has_few_units(kFewTurns<Ring>, work.rounds()))
+        lets_in = work.rounds() > kLastTurns ? work.rounds() - kLastTurns : 0;
+    }
     // All waves take the same number of turns, even without a tile in the last one: so they agree on `slot`.
 #pragma unroll 1
     for (int n = 0; n < work.rounds(); n++, slot = next_slot(slot)) {
