@@ -16,6 +16,7 @@
 
 #include "attn/decode_output.cuh"
 #include "attn/decode_tile.cuh"
+#include "attn/decode_work.cuh"
 #include "attn/pages.cuh"
 #include "attn/params.cuh"
 #include "attn/rows.cuh"
@@ -24,13 +25,11 @@
 #include "attn/schedule/shared_tile.cuh"
 #include "attn/score_rule.cuh"
 #include "attn/scores.cuh"
-#include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "attn/stored_keys.cuh"
 #include "attn/tiles.cuh"
 #include "attn/visible.cuh"
 #include "target/target.cuh"
-#include "tile/copy.cuh"
 #include "tile/multiply.cuh"
 
 namespace decode {
@@ -60,9 +59,6 @@ struct Layout {
   static_assert(kSharedBytes == kRoomAt + kRoomBytes, "the host computes the same size");
 };
 
-DEVICE int next_slot(int slot) { return slot + 1 < kStages ? slot + 1 : 0; }
-DEVICE int last_slot(int slot) { return slot > 0 ? slot - 1 : kStages - 1; }
-
 using RowsVisible = RowsOfHeads<Visible, kHeads>;
 
 // One key tile, with the members that finish_scores() reads of `keys`.
@@ -73,129 +69,6 @@ struct OneTile {
 
   DEVICE int first_key(int) const { return key; }
   DEVICE Edges edges(int) const { return met; }
-};
-
-// How many tiles each wave asks for in the L2 cache before earlier kernels are done: about 128 KiB for an SM.
-// bytes: of one tile for each of its waves.
-constexpr int tiles_ahead(int bytes) {
-  constexpr int kBytes = 128 << 10;
-  return bytes < kBytes ? (kBytes + bytes / 2) / bytes : 1;
-}
-
-// A segment, and how its tiles are loaded.
-template <class Ring>
-struct Work {
-  Segment segment;
-  int first;  // first query of the query tile
-  KeyTiles<Visible, kTileQ, kTileK> key_tiles;
-  TileSpan span;
-  typename Ring::Source source;
-  RowsMask mask;
-
-  Work() = default;
-  DEVICE Work(const ForwardParams& p, BlockLine& line, int lane)
-      : segment(line.next()),
-        first(segment.tile * kTileQ),
-        key_tiles(Visible(p, segment.sequence, segment.q.length, segment.k.length), first, last()),
-        span(line.tiles(segment, key_tiles)),
-        source(p, segment, segment.kv_head),
-        mask(p, segment.sequence, segment.head, first, segment.rows, lane) {}
-
-  // The last query of the query tile.
-  DEVICE int last() const { return kTileQ == 1 ? first : first + segment.rows / kHeads - 1; }
-  // Turns of the waves, and the key tile of a wave in turn n.
-  DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
-  DEVICE int tile(int n, int wave) const { return span.begin + n * kWaves + wave; }
-
-  // Looks up the wave's first two tiles.
-  DEVICE void look_up_first(int wave, int lane) {
-    if (tile(0, wave) >= span.end) return;
-    look_up(tile(0, wave), lane);
-    look_up(tile(1, wave), lane);
-  }
-
-  // Asks for kAhead of the wave's first tiles in the L2 cache: every second one, from the first one on in half of the
-  // waves and from the second one in others. So memory and the cache bring tiles at the same time once loads begin.
-  DEVICE void prefetch(const Ring& ring, int wave, int lane) const {
-    constexpr int kAhead = tiles_ahead(kWaves * Ring::kStageBytes * config::kBlocksPerSm);
-    const int first = wave % 2;
-    if (kBlockMask || tile(first, wave) >= span.end) return;  // which tiles a mask hides is not looked at here
-    typename Ring::Source ahead = source;
-    ahead.look_up(key_tiles.first_key(tile(first, wave)), lane);
-    ahead.look_up(key_tiles.first_key(tile(first + 2, wave)), lane);
-#pragma unroll 1
-    for (int n = first; n < first + 2 * kAhead && tile(n, wave) < span.end; n += 2) {
-      ring.prefetch(ahead, lane);
-      ahead.look_up(key_tiles.first_key(tile(n + 4, wave)), lane);
-    }
-  }
-
-  // Starts to load the queries.
-  DEVICE void load_queries(const ForwardParams& p, Element* queries, int wave, int lane) const {
-    const auto q =
-        rows_of_heads<kHeads, const Element>(p.q, p.q_strides, segment.sequence, segment.q, segment.head, first);
-    CopyQ::load(queries, q, segment.rows, wave * target::kWave + lane);
-    target::copy_async_commit();
-  }
-
-  // Starts to load the wave's first kStages - 1 tiles, of which the first two have been looked up, after the queries.
-  // slot: of the first of these.
-  DEVICE void load_first(const ForwardParams& p, Ring& ring, int slot, int wave, int lane) {
-#pragma unroll 1
-    for (int n = 0; n < kStages - 1; n++) {
-      load(p, ring, slot, tile(n, wave), lane);
-      slot = next_slot(slot);
-    }
-  }
-
-  // Waits for the tiles that load_first() has asked for.
-  DEVICE void drop(Ring& ring, int slot, int wave) const {
-    for (int n = 0; n < kStages - 1; n++, slot = next_slot(slot)) {
-      if (tile(n, wave) < span.end && !is_empty(slot)) ring.wait(slot);
-    }
-  }
-
-  // Starts to load a tile of the wave, which must be the last but one that was looked up, and looks up the wave's next
-  // tile but one. Loads nothing behind the last tile of the segment, nor a tile that the mask hides from all rows: its
-  // slot is then marked as empty.
-  DEVICE void load(const ForwardParams& p, Ring& ring, int slot, int tile, int lane) {
-    if (tile < span.end) {
-      const bool dead = mask.dead();
-      if (kBlockMask) empty = dead ? empty | 1u << slot : empty & ~(1u << slot);
-      if (!dead) real_rows(tile, [&](const auto& real) { ring.load(p, source, slot, real, lane); });
-      // A look-up behind the last tile finds the last page.
-      look_up(tile + 2 * kWaves, lane);
-    }
-    ring.commit();
-  }
-  DEVICE bool is_empty(int slot) const { return kBlockMask && (empty >> slot & 1) != 0; }
-
-  // Calls `use` with a predicate that is true for the rows of a tile that some query row may see. The pages of other
-  // rows may hold anything.
-  template <class Use>
-  DEVICE void real_rows(int tile, const Use& use) const {
-    const int row = key_tiles.first_key(tile), rest = segment.k.length - row;
-    if (!kTestsRange && rest >= kTileK) {
-      use(AllReal{});
-    } else {
-      const VisibleRange<kTestsRange> range(key_tiles.visible, first, last());
-      use(range.rows(row, rest));
-    }
-  }
-
- private:
-  unsigned empty = 0;  // a bit for each slot
-
-  // Starts to load the page id and the mask bits of a tile.
-  DEVICE void look_up(int tile, int lane) {
-    const int first_key = key_tiles.first_key(tile);
-    source.look_up(first_key, lane);
-    mask.look_up(first_key);
-  }
-
-  // Whether rows are tested for more than the sequence's end. Without a left limit, and without a right limit from a
-  // top-left diagonal, all pages that are read belong to the sequence.
-  static constexpr bool kTestsRange = kPaged && (kLeft || (kRight && kTopLeft));
 };
 
 using Seen = SeenLengths<kRagged, kPaged, kPlainIntegers, kThreads>;
