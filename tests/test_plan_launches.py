@@ -154,6 +154,31 @@ def test_calls_with_the_planned_arrays_are_short(
     assert not machine.launched
 
 
+def test_the_planned_arrays_on_other_streams_and_gpus(
+    monkeypatch: pytest.MonkeyPatch, long_ways: list[Any]
+) -> None:
+    """Calls alike are launched on the current stream, and take the slow path where another GPU is current."""
+    machine, current, on = Machine(monkeypatch), [8], []
+    machine.stream = lambda device: current[0]  # type: ignore[method-assign]
+    enqueue = lambda blocks, stream, arguments: on.append(stream)  # noqa: E731
+    bound = BoundLaunch(lambda addresses: None, enqueue, 1, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(machine, "_bound_launches", lambda theirs=(): [bound, bound])
+    monkeypatch.setattr(planned.streams, "order", lambda before, after, device: None)
+    given = [aligned((1, 5, 2, 8)) for _ in range(3)]
+    made = plan(attention, *given)
+    for stream in (8, 8, 16, 16, 8, 16):
+        current[0] = stream
+        made(*given)
+        made()
+        assert on == [stream] * 4
+        on.clear()
+    assert not long_ways
+    machine.current.append(1)
+    made(*given)
+    assert len(long_ways) == 1
+    assert not on
+
+
 def _with_arrays() -> tuple[list[Any], list[Any], Any]:
     """A planned call with arrays among its options: its inputs, those arrays, and the plan."""
     inputs = [aligned((1, 5, 2, 8)) for _ in range(3)]

@@ -20,10 +20,10 @@ from rawattn._runtime import on_gpu
 from rawattn._runtime.call_request import SLOW_PATH
 from rawattn._runtime.calls import refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names
+from rawattn._runtime.plan_same_arrays import Repeat, on_same_arrays
 from rawattn._runtime.prepared import PlanMemory
 from rawattn._runtime.verbs import Verb
 
-Repeat = Callable[[Sequence[Any]], Any]
 LeftOut = tuple[tuple[Any, int], ...]  # inputs of planning time with their addresses
 
 
@@ -124,7 +124,7 @@ def by_position(planned: Planned) -> Repeat:
     # All forbidden addresses lie between these, and those of most inputs do not.
     lowest = min((x.low for x in forbidden), default=0)
     highest = max((x.high for x in forbidden), default=0)
-    written: list[int] | None = None  # the addresses that the launches' parameters hold
+    written: list[list[int] | None] = [None]  # the addresses that the launches' parameters hold
 
     def may_run(addresses: list[int], alignment: int) -> bool:
         """alignment: the given addresses OR-ed together, modulo 16."""
@@ -140,7 +140,6 @@ def by_position(planned: Planned) -> Repeat:
         return True
 
     def repeat(args: Sequence[Any]) -> Any:
-        nonlocal written
         args = args or inputs
         ids, shapes = unmoved.get(len(args), _NONE)
         if [*map(id, args)] == ids and [*map(_shape_of, args)] == shapes:
@@ -165,13 +164,13 @@ def by_position(planned: Planned) -> Repeat:
             addresses += tail
         if current_device() != device:
             return SLOW_PATH
-        if addresses is not written and addresses != written:
+        if addresses is not written[0] and addresses != written[0]:
             if not may_run(addresses, alignment):
                 return SLOW_PATH
-            written = None  # until all parameters are written, in case of an exception
+            written[0] = None  # until all parameters are written, in case of an exception
             for write in writes:
                 write(addresses)
-            written = addresses
+        written[0] = addresses
         stream = stream_of(device)
         if stream not in streams:
             streams.add(stream)
@@ -183,7 +182,12 @@ def by_position(planned: Planned) -> Repeat:
             bump_versions(*[args[n] for n in changed])
         return result
 
-    return repeat
+    if native.may_move or bump is not None or changed or not inputs or not bound:
+        return repeat
+    return on_same_arrays(
+        *(inputs, known_calls, written, own_addresses, bound, result, repeat),
+        *(current_device, device, stream_of, streams),
+    )
 
 
 _shape_of = operator.attrgetter("shape")

@@ -20,7 +20,8 @@ from rawattn._interop.written import bump_versions
 from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written, name_of, refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
-from rawattn._runtime.plan_fast_path import Planned, Repeat, by_names, by_position, spare_results
+from rawattn._runtime.plan_fast_path import Planned, by_names, by_position, spare_results
+from rawattn._runtime.plan_same_arrays import Repeat
 from rawattn._runtime.verbs import Verb
 
 _WIDEST = 16  # bytes of a kernel's widest access; alignments count modulo this

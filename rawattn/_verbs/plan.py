@@ -30,7 +30,7 @@ from rawattn._runtime.option_arrays import (
     named_gradients,
     with_arrays,
 )
-from rawattn._runtime.plan_fast_path import Repeat
+from rawattn._runtime.plan_same_arrays import Repeat
 from rawattn._runtime.planned import GpuPlan
 from rawattn._runtime.verbs import BACKWARD, FORWARD, PAGED, Verb
 from rawattn._verbs.append import append_kv
