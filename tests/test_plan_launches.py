@@ -158,7 +158,7 @@ def test_the_planned_arrays_on_other_streams_and_gpus(
     monkeypatch: pytest.MonkeyPatch, long_ways: list[Any]
 ) -> None:
     """Calls alike are launched on the current stream, and take the slow path where another GPU is current."""
-    machine, current, on = Machine(monkeypatch), [8], []
+    machine, current, on = Machine(monkeypatch), [0], []
     machine.stream = lambda device: current[0]  # type: ignore[method-assign]
     enqueue = lambda blocks, stream, arguments: on.append(stream)  # noqa: E731
     bound = BoundLaunch(lambda addresses: None, enqueue, 1, None)  # type: ignore[arg-type]
