@@ -15,6 +15,7 @@ ignored. Only exceptions that `rawattn` raises and no test expects are reported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import sys
@@ -53,7 +54,7 @@ _MISSING = ("CUDARuntimeError", "CUDADriverError", "libcuda.so.1", "libcurand")
 class _Nothing:
     """Stands for a device, stream, event or graph. Its methods do nothing."""
 
-    ptr = id = 0
+    ptr = id = graphExec = 0
     compute_capability = "90"
     attributes = _ATTRIBUTES
     mem_info = (_MEMORY // 2, _MEMORY)
@@ -125,7 +126,9 @@ def _set(module: Any, **attributes: Any) -> None:
 def stand_in_for_the_gpu() -> None:
     """Patch CuPy and rawattn for the rest of this process."""
     runtime = SimpleNamespace(
-        **dict.fromkeys(("memsetAsync", "setDevice", "streamSynchronize"), lambda *given: None),
+        **dict.fromkeys(
+            ("graphLaunch", "memsetAsync", "setDevice", "streamSynchronize"), lambda *given: None
+        ),
         **dict.fromkeys(("deviceSynchronize", "memGetInfo"), lambda: None),
         **dict.fromkeys(("driverGetVersion", "runtimeGetVersion"), lambda: 13000),
         CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
@@ -134,6 +137,7 @@ def stand_in_for_the_gpu() -> None:
         getDeviceProperties=lambda device: {
             **{"name": b"none", "major": 9, "minor": 0, "totalGlobalMem": _MEMORY}
         },
+        streamCaptureModeRelaxed=2,
         streamIsCapturing=lambda stream: False,
     )
     _set(cupy.cuda, Device=_Nothing, Event=_Nothing, Stream=_Nothing, alloc=_allocate)
@@ -151,6 +155,7 @@ def stand_in_for_the_gpu() -> None:
         driver,
         early_launcher=lambda: lambda *given: 0,
         encode_tensor_map=lambda *given: b"\0" * 128,
+        outside_capture=contextlib.nullcontext,
     )
     target = Target(ARCH, *_ATTRIBUTES.values())
     _set(kernel, load=_load, load_all=lambda sources, device: None, target=lambda device: target)

@@ -35,6 +35,8 @@ class Machine:
         monkeypatch.setattr(verbs_plan, "native_of", lambda framework: self)
         monkeypatch.setattr(planned.on_gpu, "prepare_checked", self._find)
         monkeypatch.setattr(planned.streams, "wait", lambda stream, device: None)
+        # Graphs of plans: test_plan_graphs.py
+        monkeypatch.setattr(planned, "is_short", lambda verb, problem: False)
 
     @contextlib.contextmanager
     def _switched(self, device: int) -> Iterator[None]:
@@ -53,7 +55,8 @@ class Machine:
             bound_launches=self._bound_launches,
         )
         prepared = SimpleNamespace(steps=(), plan_memory=lambda *_: memory)
-        return SimpleNamespace(copies=None, results=results, prepared=prepared), None
+        call = SimpleNamespace(copies=None, results=results, prepared=prepared, problem=None)
+        return call, None
 
     def _run(self, addresses: list[int], stream: int, integers: Any, theirs: Any) -> None:
         self.launched.append(addresses)
@@ -86,6 +89,9 @@ class Machine:
 
     def stream(self, device: int) -> int:
         return 0
+
+    def stream_keeper(self, device: int) -> Any:
+        return None
 
 
 @pytest.mark.parametrize("device", [0, 1])

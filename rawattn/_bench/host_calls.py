@@ -163,7 +163,8 @@ def _floors() -> list[HostCall]:
         return HostCall(f"floor of {of}", on_gpu, over=over)
 
     return [
-        floor("Plan: a launch", host_floors.launches),
+        floor("Plan: a graph of a launch", host_floors.graph),
+        floor("any call: a launch", host_floors.launches),
         floor("CuPy: a launch, an array", host_floors.launches, arrays=1),
         floor("CuPy with lse: a launch, two arrays", host_floors.launches, arrays=2),
         floor("CuPy ragged: three launches, an array", host_floors.launches, count=3, arrays=1),

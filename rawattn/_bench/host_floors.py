@@ -1,8 +1,9 @@
 """Lower bounds of the host time of a call: its launches and its results, with nothing around them.
 
 The suite `host` times these beside the calls. A launch here is one of an empty kernel by the driver API, through the binding
-that the library uses. A result is an array from CuPy's pool, or a torch tensor. The floor of XLA is a program of one
-operation, and that of autograd a function that only makes the results of both passes and launches empty kernels.
+that the library uses, and a graph has one such launch. A result is an array from CuPy's pool, or a torch tensor. The floor of
+XLA is a program of one operation, and that of autograd a function that only makes the results of both passes and launches
+empty kernels.
 """
 
 from __future__ import annotations
@@ -31,6 +32,24 @@ def launches(setup: Setup, count: int = 1, arrays: int = 0) -> Call:
         for _ in range(count):
             launch()
         return found
+
+    return call
+
+
+def graph(setup: Setup) -> Call:
+    """The launch of a graph of one launch."""
+    cupy = setup.xp
+    launch, captured_on = _launcher(setup), cupy.cuda.Stream(non_blocking=True)
+    with captured_on:
+        captured_on.begin_capture()
+        launch(captured_on.ptr)
+        captured = captured_on.end_capture()
+    stream = cupy.cuda.get_current_stream().ptr
+    enqueue, handle = cupy.cuda.runtime.graphLaunch, captured.graphExec
+    kept = captured, launch  # what the graph launches
+
+    def call(kept: Any = kept) -> None:
+        enqueue(handle, stream)
 
     return call
 
@@ -81,18 +100,18 @@ def autograd(setup: Setup) -> Call:
     return lambda: torch.autograd.grad(Nothing.apply(*qkv), qkv, dout)
 
 
-def _launcher(setup: Setup) -> Callable[[], None]:
-    """A function that launches one block of an empty kernel on CuPy's current stream."""
+def _launcher(setup: Setup) -> Callable[..., None]:
+    """A function that launches one block of an empty kernel on a stream, by default on CuPy's current one."""
     cupy = setup.xp
     function = cupy.RawKernel(_NOTHING, "nothing")
-    stream = cupy.cuda.get_current_stream().ptr
+    current = cupy.cuda.get_current_stream().ptr
     value = ctypes.c_void_p(0)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(value))
     at, handle = ctypes.addressof(pointers), function.kernel.ptr
     enqueue = cupy.cuda.driver.launchKernel
     kept = function, value, pointers  # the driver reads them at each launch
 
-    def launch(kept: Any = kept) -> None:
+    def launch(stream: int = current, kept: Any = kept) -> None:
         enqueue(handle, 1, 1, 1, 32, 1, 1, 0, stream, at, 0)
 
     return launch

@@ -93,6 +93,9 @@ class Native(Memory, Protocol):
     def stream(self, device: int) -> int:
         """The handle of the framework's current stream on a device."""
 
+    def stream_keeper(self, device: int) -> Any:
+        """What keeps that stream from being destroyed; None if nothing need or can."""
+
 
 class _GeneratedReaders:
     """`Native.read` and `Native.reader`, by generated functions: one for each combination of given arrays."""
@@ -174,6 +177,9 @@ class CuPy(_GeneratedReaders):
 
     def stream(self, device: int) -> int:
         return self._current_stream(device).ptr  # type: ignore[no-any-return]
+
+    def stream_keeper(self, device: int) -> Any:
+        return self._current_stream(device)
 
     def keeps_captured(self) -> bool:
         return False
@@ -310,6 +316,11 @@ class Torch(_GeneratedReaders):
 
     def keeps_captured(self) -> bool:
         return True
+
+    def stream_keeper(self, device: int) -> Any:
+        """CuPy's stream, if it is the current one of both. torch destroys none of its own."""
+        current = self._current_stream(device)
+        return current if current.ptr == self.stream(device) else None
 
     def is_cupy_current(self, stream: int, device: int) -> bool:
         """Whether a stream is CuPy's current stream on the device."""

@@ -7,9 +7,8 @@ raises the proper error.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rawattn._call.checks import byte_range
@@ -20,7 +19,9 @@ from rawattn._runtime import on_gpu
 from rawattn._runtime.call_request import SLOW_PATH
 from rawattn._runtime.calls import refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names
+from rawattn._runtime.plan_launches import LaunchAll, launcher
 from rawattn._runtime.plan_same_arrays import Repeat, on_same_arrays
+from rawattn._runtime.plan_streams import PlanStreams
 from rawattn._runtime.prepared import PlanMemory
 from rawattn._runtime.verbs import Verb
 
@@ -38,7 +39,8 @@ class Planned:
     `extra_inputs` modulo 16.
     possible_overlaps: inputs that must not share memory. forbidden: addresses of inputs at which these might share memory with
     results. changed: indices of inputs that a call writes.
-    memory: scratch and counters of the plan, with its launches. streams: those on which calls have been launched.
+    memory: scratch and counters of the plan, with its launches. as_graph: whether those on the arrays of planning time are a
+    CUDA graph. streams: those on which calls have been launched.
     """
 
     verb: Verb
@@ -55,7 +57,8 @@ class Planned:
     forbidden: tuple[on_gpu.Forbidden, ...]
     changed: tuple[int, ...]
     memory: PlanMemory
-    streams: set[int] = field(default_factory=set)
+    as_graph: bool
+    streams: PlanStreams
 
     @property
     def lengths_at(self) -> int:
@@ -67,6 +70,13 @@ class Planned:
         named = (*self.inputs, *self.results)
         first = [0 if x is None else self.native.address(x) for x in named]
         return [*first, *self.values, *self.memory.tail]
+
+    def own_launch(self) -> LaunchAll:
+        """Launches on the arrays of planning time."""
+        launches, addresses = self.memory.bound_launches(), self.addresses()
+        for each in launches:
+            each.write(addresses)
+        return launcher(launches, self.as_graph)
 
     def left_out(self, given: Container[int]) -> LeftOut:
         """Inputs of planning time that may get other memory, and their addresses. given: indices of inputs that a call gives.
@@ -105,18 +115,16 @@ def by_position(planned: Planned) -> Repeat:
 
     It returns `SLOW_PATH`, and has done nothing, if the arrays are not like those of planning time.
 
-    The launches have parameters of their own, which hold the addresses of the last call. Such addresses have been checked.
-    Where arrays never move, those of planning time are known by their identity, and are not read.
+    There are launches with the addresses of planning time, and others with those of the last call on other arrays. Such
+    addresses have been checked. Where arrays never move, those of planning time are known by their identity, and are not read.
     """
     native, device, verb = planned.native, planned.device, planned.verb
     known_calls = _readers_by_count(planned)
     inputs = planned.inputs[: max(known_calls, default=0)]  # what a call without arrays reads
-    unmoved = {} if native.may_move else {count: _identity(inputs[:count]) for count in known_calls}
-    own_addresses = planned.addresses()
-    bound, result = planned.memory.bound_launches(), planned.returned(planned.results)
-    writes = [each.write for each in bound]
-    enqueues = [(each.enqueue, each.blocks, each.arguments) for each in bound]
+    own_addresses, launch = planned.addresses(), planned.own_launch()
+    result = planned.returned(planned.results)
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
+    known_streams = streams.known
     names, address_of = caller_names(verb, planned.options), native.address
     bump, changed = version_bumper(*planned.results), planned.changed
     may_overlap, have_alignments = bool(planned.possible_overlaps), bool(planned.alignments)
@@ -124,7 +132,10 @@ def by_position(planned: Planned) -> Repeat:
     # All forbidden addresses lie between these, and those of most inputs do not.
     lowest = min((x.low for x in forbidden), default=0)
     highest = max((x.high for x in forbidden), default=0)
-    written: list[list[int] | None] = [None]  # the addresses that the launches' parameters hold
+    # Of launches on other arrays, made by the first such call.
+    writes: list[Callable[[Sequence[int]], None]] = []
+    launch_others = launch
+    written: list[int] | None = None  # the addresses that their parameters hold
 
     def may_run(addresses: list[int], alignment: int) -> bool:
         """alignment: the given addresses OR-ed together, modulo 16."""
@@ -139,65 +150,58 @@ def by_position(planned: Planned) -> Repeat:
                 return spare_results(forbidden, addresses)
         return True
 
+    def write(addresses: list[int]) -> None:
+        nonlocal launch_others, written
+        if not writes:
+            bound = planned.memory.bound_launches()
+            launch_others = launcher(bound, as_graph=False)
+            writes.extend(each.write for each in bound)
+        written = None  # until all parameters are written, in case of an exception
+        for write_one in writes:
+            write_one(addresses)
+        written = addresses
+
     def repeat(args: Sequence[Any]) -> Any:
         args = args or inputs
-        ids, shapes = unmoved.get(len(args), _NONE)
-        if [*map(id, args)] == ids and [*map(_shape_of, args)] == shapes:
-            addresses, alignment = own_addresses, 0  # they have the plan's alignment
-        else:
-            known_call = known_calls.get(len(args))
-            if known_call is None:
+        known_call = known_calls.get(len(args))
+        if known_call is None:
+            return SLOW_PATH
+        read, form, tail, left_out = known_call
+        found = read(*args)
+        if found is None:
+            return SLOW_PATH
+        addresses, got, tracked = found
+        if got != form:
+            return SLOW_PATH
+        if tracked:
+            refuse_gradients_of_read(verb, names[: len(args)], args)
+        for x, address in left_out:
+            if address_of(x) != address:
                 return SLOW_PATH
-            read, form, tail, left_out = known_call
-            found = read(*args)
-            if found is None:
-                return SLOW_PATH
-            addresses, got, tracked = found
-            if got != form:
-                return SLOW_PATH
-            alignment = got[-1]
-            if tracked:
-                refuse_gradients_of_read(verb, names[: len(args)], args)
-            for x, address in left_out:
-                if address_of(x) != address:
-                    return SLOW_PATH
-            addresses += tail
+        addresses += tail
         if current_device() != device:
             return SLOW_PATH
-        if addresses is not written[0] and addresses != written[0]:
-            if not may_run(addresses, alignment):
+        are_own = addresses == own_addresses
+        if not are_own and addresses != written:
+            if not may_run(addresses, got[-1]):
                 return SLOW_PATH
-            written[0] = None  # until all parameters are written, in case of an exception
-            for write in writes:
-                write(addresses)
-        written[0] = addresses
+            write(addresses)
         stream = stream_of(device)
-        if stream not in streams:
+        if stream not in known_streams:
             streams.add(stream)
-        for enqueue, blocks, arguments in enqueues:
-            enqueue(blocks, stream, arguments)
+        (launch if are_own else launch_others)(stream)
         if bump is not None:
             bump()
         if changed:
             bump_versions(*[args[n] for n in changed])
         return result
 
-    if native.may_move or bump is not None or changed or not inputs or not bound:
+    if native.may_move or bump is not None or changed or not inputs:
         return repeat
     return on_same_arrays(
-        *(inputs, known_calls, written, own_addresses, bound, result, repeat),
-        *(current_device, device, stream_of, streams),
+        *(inputs, known_calls, launch, result, repeat),
+        *(current_device, device, stream_of, known_streams),
     )
-
-
-_shape_of = operator.attrgetter("shape")
-_Identity = tuple[list[int] | None, list[tuple[int, ...]] | None]
-_NONE: _Identity = (None, None)
-
-
-def _identity(arrays: Sequence[Any]) -> _Identity:
-    """What tells these arrays, of which no attribute but the shape can change, while they exist."""
-    return [*map(id, arrays)], [*map(_shape_of, arrays)]
 
 
 def _readers_by_count(
@@ -273,6 +277,7 @@ def by_names(
     forbidden = tuple(x for x in planned.forbidden if x.result not in theirs)
     bumps = version_bumper(*everything[first:]) is not None
     streams, stream_of, current_device = planned.streams, native.stream, native.current_device
+    known_streams = streams.known
     results, returned, changed = planned.results, planned.returned, planned.changed
     held: list[int] | None = None  # the given arrays' addresses that the launches' parameters hold
 
@@ -309,7 +314,7 @@ def by_names(
                 write(addresses)
             held = own_addresses
         stream = stream_of(device)
-        if stream not in streams:
+        if stream not in known_streams:
             streams.add(stream)
         all_results = results
         if written:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,9 @@ from rawattn._runtime import on_gpu
 from rawattn._runtime.calls import Call, check_written, name_of, refuse_gradients_of_read
 from rawattn._runtime.option_arrays import caller_names, caller_names_with_outputs
 from rawattn._runtime.plan_fast_path import Planned, by_names, by_position, spare_results
+from rawattn._runtime.plan_launches import is_short
 from rawattn._runtime.plan_same_arrays import Repeat
+from rawattn._runtime.plan_streams import PlanStreams
 from rawattn._runtime.verbs import Verb
 
 _WIDEST = 16  # bytes of a kernel's widest access; alignments count modulo this
@@ -75,7 +76,8 @@ class GpuPlan:
                 f"{name}: its last axis is not dense{others}, so each call would copy it, and a plan allocates nothing; "
                 f"pass a contiguous copy of it"
             )
-        self._stream = native.stream(device)
+        plan_streams = PlanStreams(native, device)
+        is_capturing = streams.is_capturing(plan_streams.own)
         self._results = [
             target
             if target is not None or result is None
@@ -98,12 +100,13 @@ class GpuPlan:
                 [None if x is None else native.view(x) for x in self._results],
             ),
             changed=tuple(n for n, name in enumerate(verb.inputs) if name in verb.written),
-            memory=call.prepared.plan_memory(native, self._stream, lengths),
-            streams={self._stream},
+            memory=call.prepared.plan_memory(native, plan_streams.own, lengths),
+            as_graph=is_short(verb, call.problem) and not is_capturing,
+            streams=plan_streams,
         )
         self.repeat = by_position(self._planned)
-        if not streams.is_capturing(self._stream):
-            streams.wait(self._stream, device)
+        if not is_capturing:
+            streams.wait(plan_streams.own, device)
 
     def repeat_of(self, given: Sequence[Any], places: Sequence[int | str]) -> Repeat | None:
         """A fast path for calls like one that has been made, from its arrays in this order: see `by_names`.
@@ -163,7 +166,8 @@ class GpuPlan:
             )
         addresses += self._values
         stream = native.stream(device)
-        planned.streams.add(stream)
+        if stream not in planned.streams.known:
+            planned.streams.add(stream)
         if device != native.current_device():
             import cupy
 
@@ -177,11 +181,8 @@ class GpuPlan:
     def __del__(self) -> None:
         # The memory is freed in the order of the stream on which it was allocated. So this stream first waits for all others
         # on which calls used the memory.
-        if sys.is_finalizing() or not hasattr(self, "_planned"):
-            return
-        for stream in self._planned.streams:
-            with contextlib.suppress(Exception):  # a stream that was destroyed
-                streams.order(stream, self._stream, self._device)
+        if not sys.is_finalizing() and hasattr(self, "_planned"):
+            self._planned.streams.join()
 
     def _misaligned(self, addresses: Sequence[int]) -> ValueError:
         """The error for an option's array whose alignment differs from that of planning time.

@@ -9,7 +9,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from tests.shim.shim import POISON, Memory
 from tests.shim.tensor_map import encode
 
 MakeDevice = Callable[..., "Device"]
+Launch = Callable[[], None]
 
 # The shared memory of an H100, in bytes, and three SMs.
 ATTRIBUTES = {"shared_limit": 232448, "multiprocessors": 3}
@@ -47,20 +48,52 @@ class Device:
         self.launched_early: list[str] = []  # entries of those that earlier kernels may run beside
         # Names of arrays that a kernel before these writes at its end, and what all of their elements are until then.
         self.late: dict[str, int] = {}
+        self._captured: list[Launch] | None = None  # while a stream captures
+        self._graphs: list[list[Launch]] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def memset(address: int, value: int, nbytes: int, stream: int) -> None:
             (memory,) = (each for each in self.memory if each.address == address)
             memory.write(np.full(nbytes, value, np.uint8).view(memory.dtype))
 
-        runtime = SimpleNamespace(memsetAsync=memset)
-        cuda = SimpleNamespace(runtime=runtime)
+        def launch_graph(handle: int, stream: int) -> None:
+            for launch in self._graphs[handle]:
+                launch()
+
+        runtime = SimpleNamespace(
+            memsetAsync=memset, graphLaunch=launch_graph, streamCaptureModeRelaxed=2
+        )
+        cuda = SimpleNamespace(runtime=runtime, Stream=self._stream)
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
         target = Target(self._arch, **ATTRIBUTES, wave=self._machine.wave)
         monkeypatch.setattr(kernel, "target", lambda device: target)
         monkeypatch.setattr(kernel, "load", lambda source, device: _Kernel(self, source))
         monkeypatch.setattr(kernel, "load_all", lambda sources, device: None)
         monkeypatch.setattr(driver, "encode_tensor_map", _encode)
+        monkeypatch.setattr(driver, "outside_capture", nullcontext)
+
+    def _stream(self, non_blocking: bool) -> Any:
+        """A stream that captures a graph."""
+
+        def begin(mode: int) -> None:
+            self._captured = []
+
+        def end() -> Any:
+            assert self._captured is not None
+            self._graphs.append(self._captured)
+            self._captured = None
+            return SimpleNamespace(graphExec=len(self._graphs) - 1, upload=lambda stream: None)
+
+        return SimpleNamespace(
+            ptr=64, begin_capture=begin, end_capture=end, synchronize=lambda: None
+        )
+
+    def enqueue(self, launch: Launch) -> None:
+        """Runs a launch, or adds it to the graph that is being captured."""
+        if self._captured is None:
+            launch()
+        else:
+            self._captured.append(launch)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> _Array:
         count = math.prod(shape) if isinstance(shape, tuple) else shape
@@ -161,18 +194,22 @@ class _Kernel:
     ) -> None:
         assert blocks > 0, f"{self._source.entry}: a GPU refuses a grid of no blocks"
         assert shared_bytes <= self._allowed
-        self._device.launched.append(self._source.entry)
-        self._device.summaries.append(self._source.summary)
-        if early:
-            self._device.launched_early.append(self._source.entry)
         ends = [*arguments.at[1:], len(arguments.data)]
-        params = [arguments.data[a:b] for a, b in zip(arguments.at, ends, strict=True)]
-        self._device._machine.run(
-            self._source,
-            *(np.frombuffer(bytes(each), np.dtype((np.void, len(each)))) for each in params),
-            grid=blocks,
-            threads=threads,
-            shared_bytes=shared_bytes,
-            memory=self._device.memory,
-            late=self._device.late if early else None,
-        )
+        params = [bytes(arguments.data[a:b]) for a, b in zip(arguments.at, ends, strict=True)]
+
+        def run() -> None:
+            self._device.launched.append(self._source.entry)
+            self._device.summaries.append(self._source.summary)
+            if early:
+                self._device.launched_early.append(self._source.entry)
+            self._device._machine.run(
+                self._source,
+                *(np.frombuffer(each, np.dtype((np.void, len(each)))) for each in params),
+                grid=blocks,
+                threads=threads,
+                shared_bytes=shared_bytes,
+                memory=self._device.memory,
+                late=self._device.late if early else None,
+            )
+
+        self._device.enqueue(run)

@@ -89,6 +89,9 @@ class Native(_GeneratedReaders, Allocator):
     def stream(self, device: int) -> int:
         return self.current
 
+    def stream_keeper(self, device: int) -> None:
+        return None
+
 
 def installed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Native:
     """Registers `OnDevice` as the array type of a framework of its own, with no call prepared yet."""
