@@ -41,9 +41,9 @@ def is_short(verb: Verb, problem: Problem) -> bool:
 
 
 def launcher(launches: Sequence[BoundLaunch], as_graph: bool) -> LaunchAll:
-    """A function that makes launches whose parameters are written. as_graph: as a graph, but into another graph one by one.
+    """A function that makes launches whose parameters are written. Their device must be the current one.
 
-    The device of the launches must be the current one.
+    as_graph: they are captured now, and launched as a graph. Where a stream is being captured, kernels are launched one by one.
     """
     enqueues = [(each.enqueue, each.blocks, each.arguments) for each in launches]
 
