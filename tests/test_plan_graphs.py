@@ -176,7 +176,7 @@ def _dense(batch: int, rows: int, keys: int, heads: int, kv: int, dim: int = 128
 
 PAGES: Any = object()  # what a problem tells of pages makes no difference
 STEP = replace(_dense(64, 1, 8192, 32, 8), packed=True, rows_q=64, pages=PAGES)
-APPENDING: Any = SimpleNamespace(written=frozenset({"k_pages"}))
+APPENDING: Any = SimpleNamespace(written=frozenset({"k_pages"}), outputs=("out",))
 
 
 def _few_keys(problem: Problem, keys: int, **more: Any) -> Problem:
@@ -195,7 +195,10 @@ def _partials(count: int) -> Problem:
         (verbs.FORWARD, _dense(1, 1, 2048, 32, 8), True),
         (verbs.FORWARD, _dense(1, 1, 8192, 32, 8), False),  # bytes
         (verbs.FORWARD, _dense(1, 1024, 1024, 2, 2), True),
-        (verbs.FORWARD, _dense(1, 2048, 2048, 2, 2), False),  # operations
+        (verbs.FORWARD, _dense(1, 512, 512, 16, 16), True),
+        (verbs.FORWARD, _dense(1, 4096, 4096, 2, 2), False),  # operations
+        (verbs.BACKWARD, _dense(1, 512, 512, 8, 8), True),
+        (verbs.BACKWARD, _dense(1, 512, 512, 16, 16), False),
         (verbs.PAGED, STEP, False),
         (verbs.PAGED, _few_keys(STEP, 16), True),
         (APPENDING, STEP, True),

@@ -18,9 +18,10 @@ from rawattn._runtime.verbs import Verb
 
 LaunchAll = Callable[[int], None]  # takes the stream
 
-# What a short plan reads and writes at most, in bytes, and how many operations its products have at most.
-_SHORT_BYTES = 12 << 20
-_SHORT_OPERATIONS = 2e9
+# What a short plan reads and writes at most, in bytes, and how many operations its products have at most: some 10
+# microseconds of an H200.
+_SHORT_BYTES = 16 << 20
+_SHORT_OPERATIONS = 5e9
 
 
 def is_short(verb: Verb, problem: Problem) -> bool:
@@ -36,6 +37,10 @@ def is_short(verb: Verb, problem: Problem) -> bool:
     columns = problem.headdim + problem.headdim_v
     elements = (rows_q * problem.nheads_q + rows_k * problem.nheads_kv) * columns
     operations = 2 * rows_q * keys * problem.nheads_q * columns
+    if (
+        "dq" in verb.outputs
+    ):  # five products in place of two, and gradients beside what the forward reads and writes
+        elements, operations = 2 * elements, 5 * operations // 2
     nbytes = elements * DTYPES[problem.dtype].itemsize
     return nbytes <= _SHORT_BYTES and operations <= _SHORT_OPERATIONS
 
