@@ -35,7 +35,8 @@ ATTRIBUTES = {"shared_limit": 232448, "multiprocessors": 3}
 
 
 class Device:
-    """While it is installed, each launch runs on `machine` and is complete when it returns.
+    """While it is installed, each launch runs on `machine` and is complete when it returns. Those that a stream captures run
+    when their graph is launched.
 
     arch: the architecture that launch code sees; sm_90a makes it choose Hopper's kernels.
     """
