@@ -37,11 +37,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def thin(cases: Iterable[T], step: int) -> list[Any]:
     """Mark all but every `step`-th case, from the first, as exhaustive. A tuple holds the values of several parameters."""
-    marks = ((), (pytest.mark.exhaustive,))
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[n % step > 0])
-        for n, case in enumerate(cases)
-    ]
+    return [_param(case, exhaustive=n % step > 0) for n, case in enumerate(cases)]
 
 
 def mark(
@@ -51,6 +47,7 @@ def mark(
 ) -> list[Any]:
     """Choose a few cases that together have every trait of all cases, and mark the others as exhaustive.
 
+    A tuple holds the values of several parameters, at least two.
     kernels: the kernels that a case needs compiled. Compiling takes longer than running the case.
     """
     cases = list(cases)
@@ -68,7 +65,9 @@ def mark(
         curated.add(best)
         missing -= shown[best]
         compiled |= needed[best]
-    return [
-        case if n in curated else pytest.param(case, marks=pytest.mark.exhaustive)
-        for n, case in enumerate(cases)
-    ]
+    return [case if n in curated else _param(case, exhaustive=True) for n, case in enumerate(cases)]
+
+
+def _param(case: Any, *, exhaustive: bool) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=[pytest.mark.exhaustive] * exhaustive)

@@ -69,3 +69,16 @@ def test_a_run(pytester: pytest.Pytester, arguments: list[str], ran: list[Any]) 
     result = pytester.runpytest_inprocess("-s", *arguments)
     result.assert_outcomes(passed=len(ran), deselected=3 - len(ran))
     result.stdout.fnmatch_lines([f"*ran {case}*" for case in ran])
+
+
+def test_a_tuple_holds_the_values_of_several_parameters() -> None:
+    pairs = [("a", 1), ("a", 2), ("b", 1)]
+    thinned = exhaustive.thin(pairs, 2)
+    assert [param.values for param in thinned] == pairs
+    assert [bool(param.marks) for param in thinned] == [False, True, False]
+    # A value that is a tuple itself is given in another one.
+    assert exhaustive.thin([((1, 2),)], 1)[0].values == ((1, 2),)
+    first, second, third = exhaustive.mark(pairs, lambda pair: [pair[0]])
+    assert (first, third) == (pairs[0], pairs[2])
+    assert second.values == pairs[1]
+    assert second.marks

@@ -133,9 +133,10 @@ CALL: dict[str, Any] = {
 # work on another. With a mask of keys it may spill more: there it may learn how many key tiles to load only after it has loaded
 # the first one. That consumers do not spill is checked in the disassembly.
 PRODUCER_SPILLS, MASKED_PRODUCER_SPILLS = 128, 256
-USUAL = [source for source in usual_variants() if not SCORED.intersection(source.summary.split())]
-VARIANTS = list(dict.fromkeys((*usual_variants(), *variants_of_scores())))
-OTHERS = [source for source in VARIANTS if source not in USUAL]
+_USUAL = list(usual_variants())
+VARIANTS = list(dict.fromkeys((*_USUAL, *variants_of_scores())))
+PLAIN = [source for source in _USUAL if not SCORED.intersection(source.summary.split())]
+OTHERS = [source for source in VARIANTS if source not in PLAIN]
 
 
 def words(source: compiler.Source) -> Iterable[Hashable]:
@@ -148,17 +149,18 @@ def options_of_scores(source: compiler.Source) -> Iterable[Hashable]:
     return SCORED.intersection(source.summary.split())
 
 
-each_variant = pytest.mark.parametrize(
-    "source",
-    [
-        *exhaustive.mark(USUAL, words, lambda source: [source]),
-        *exhaustive.mark(OTHERS, options_of_scores),
-    ],
-    ids=lambda source: source.summary,
-)
+MARKED = [
+    *exhaustive.mark(PLAIN, words, lambda source: [source]),
+    *exhaustive.mark(OTHERS, options_of_scores),
+]
 
 
-@each_variant
+def curated() -> list[compiler.Source]:
+    """The variants that every run of the tests compiles."""
+    return [source for source in MARKED if isinstance(source, compiler.Source)]
+
+
+@pytest.mark.parametrize("source", MARKED, ids=lambda source: source.summary)
 def test_machine_code(source: compiler.Source) -> None:
     """The machine code spills little and serialises no wgmma. The exponentials of a tile, but for a few, are in one stretch
     behind the wait for P V, which reads the registers that they are converted into."""

@@ -119,7 +119,7 @@ class Call:
         return Forward(self.problem, self.lengths, *arrays, return_lse=return_lse)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1024)
 def call_of(case: Case) -> Call:
     inputs = materialise(case)
     q, k, v = inputs.q, inputs.k, inputs.v

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,12 @@ def shapes(headdim: int = 16, headdim_v: int = 24) -> tuple[tuple[int, ...], ...
     return ((2, ROWS, 4, headdim), (2, KEYS, 2, headdim), (2, KEYS, 2, headdim_v))
 
 
-@pytest.mark.parametrize("how", HIDING)
-@pytest.mark.parametrize("dtype", [hidden_nan.BFLOAT16, np.float32], ids=str)
+# Each of `HIDING` with one of the dtypes.
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    exhaustive.thin(itertools.product((hidden_nan.BFLOAT16, np.dtype(np.float32)), HIDING), 2),
+    ids=str,
+)
 def test_portable(machine: MakeDevice, how: str, dtype: Any) -> None:
     given = hidden_nan.inputs(shapes(), dtype)
     with small_tiles(portable_forward=(64, 32, 2, 2, 1, False)):
@@ -60,18 +65,21 @@ def differentiate(
     hidden_nan.check_gradients(given, got, **options)
 
 
+KINDS = [*itertools.product((hidden_nan.BFLOAT16, np.dtype(np.float32)), (False, True))]
+
+
+def traits(case: tuple[Any, bool, str, str]) -> Iterator[Hashable]:
+    """Each of `IN_BACKWARD` is curated with one kind of backward, in turn."""
+    dtype, deterministic, where, how = case
+    if (dtype, deterministic) == KINDS[list(IN_BACKWARD).index(how) % len(KINDS)]:
+        yield how, where
+
+
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "where", "how"),
-    exhaustive.thin(
-        list(
-            itertools.product(
-                (hidden_nan.BFLOAT16, np.dtype(np.float32)),
-                (False, True),
-                ("keys", "rows"),
-                IN_BACKWARD,
-            )
-        ),
-        3,
+    exhaustive.mark(
+        [(*kind, *of) for kind in KINDS for of in itertools.product(("keys", "rows"), IN_BACKWARD)],
+        traits,
     ),
     ids=str,
 )
@@ -135,8 +143,14 @@ def test_backward_of_packed_sequences(machine: MakeDevice, where: str, determini
 FEW = hidden_nan.hiding(2, 4, 5, 300)
 
 
-@pytest.mark.parametrize("how", [how for how in FEW if how != "dropout"])
-@pytest.mark.parametrize(("arch", "headdim_v"), [("sm_80", 24), ("sm_80", 72), ("sm_90a", 64)])
+DECODED = itertools.product(
+    [how for how in FEW if how != "dropout"], [("sm_80", 24), ("sm_80", 72), ("sm_90a", 64)]
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "arch", "headdim_v"), exhaustive.thin([(how, *of) for how, of in DECODED], 2)
+)
 def test_decoding(machine: MakeDevice, arch: str, headdim_v: int, how: str) -> None:
     """Some head dims are such that a wave stores parts of rows."""
     given = hidden_nan.inputs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import rawattn
 from rawattn import ScoreMod, SeqLayout
+from tests import exhaustive
 from tests.shim.device import MakeDevice
 from tests.shim.score_calls import BFLOAT16, normal
 from tests.shim.whole import small_tiles, verify_backward, verify_forward
@@ -38,9 +41,23 @@ def arrays(dtype: Any, packed: bool) -> list[Any]:
     return [normal(*x, n, 16, dtype=dtype) for x, n in zip(shapes, (2, 1, 1), strict=True)]
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("name", [*LAYOUTS, "packed"])
-@pytest.mark.parametrize("options", list(OPTIONS))
+def traits(case: tuple[str, str, bool]) -> Iterator[Hashable]:
+    options, name, on_device = case
+    yield options, name == "packed"
+    yield name, on_device
+
+
+each_call = pytest.mark.parametrize(
+    ("options", "name", "on_device"),
+    exhaustive.mark(
+        itertools.product(OPTIONS, [*LAYOUTS, "packed"], [False, True]),
+        traits,
+        lambda case: [case[:2]],
+    ),
+)
+
+
+@each_call
 def test_portable(machine: MakeDevice, options: str, name: str, on_device: bool) -> None:
     seqs = LAYOUTS.get(name, PACKED)
     given = arrays(np.float32, name == "packed")
@@ -50,9 +67,7 @@ def test_portable(machine: MakeDevice, options: str, name: str, on_device: bool)
             check(device, "portable", *given, seqs=seqs, on_device=on_device, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("name", [*LAYOUTS, "packed"])
-@pytest.mark.parametrize("options", list(OPTIONS))
+@each_call
 def test_hopper(hopper: MakeDevice, options: str, name: str, on_device: bool) -> None:
     seqs = LAYOUTS.get(name, PACKED)
     given = arrays(BFLOAT16, name == "packed")
