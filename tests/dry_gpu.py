@@ -85,7 +85,6 @@ class _Kernel(kernel.Kernel):
 # The sources that were loaded, in order, each once.
 loaded: dict[Source, None] = {}
 _addresses = itertools.count(1 << 44, 1 << 24)
-_contents: dict[int, np.ndarray] = {}  # host arrays that were copied to the fake GPU, by address
 
 
 def _array(shape: Any, dtype: Any = np.float32, **options: Any) -> cupy.ndarray:
@@ -94,8 +93,9 @@ def _array(shape: Any, dtype: Any = np.float32, **options: Any) -> cupy.ndarray:
     return cupy.ndarray(shape, dtype, _allocate(nbytes))
 
 
-def _allocate(nbytes: int) -> cupy.cuda.MemoryPointer:
-    memory = cupy.cuda.UnownedMemory(next(_addresses), max(int(nbytes), 1), None, 0)
+def _allocate(nbytes: int, owner: np.ndarray | None = None) -> cupy.cuda.MemoryPointer:
+    """owner: the host array that was copied to this memory, which lives as long as the memory."""
+    memory = cupy.cuda.UnownedMemory(next(_addresses), max(int(nbytes), 1), owner, 0)
     return cupy.cuda.MemoryPointer(memory, 0)
 
 
@@ -103,15 +103,14 @@ def _copied(x: Any, dtype: Any = None, *given: Any, **options: Any) -> cupy.ndar
     if isinstance(x, cupy.ndarray):
         return x
     host = np.asarray(x, dtype)
-    array = _array(host.shape, host.dtype)
-    _contents[array.data.ptr] = host
-    return array
+    return cupy.ndarray(host.shape, host.dtype, _allocate(host.nbytes, host))
 
 
 def _downloaded(array: cupy.ndarray, *given: Any, **options: Any) -> np.ndarray:
-    host = _contents.get(array.data.ptr)
-    same = host is not None and (host.shape, host.dtype) == (array.shape, array.dtype)
-    return host.copy() if same and host is not None else np.zeros(array.shape, array.dtype)
+    host = array.data.mem._owner
+    if host is not None and (host.shape, host.dtype) == (array.shape, array.dtype):
+        return host.copy()
+    return np.zeros(array.shape, array.dtype)
 
 
 def _like(array: cupy.ndarray, dtype: Any = None, **options: Any) -> cupy.ndarray:
