@@ -95,13 +95,19 @@ class Backward:
     @cached_property
     def low(self) -> tuple[tuple[np.ndarray, ...], ...]:
         """For each gradient, its low-precision evaluations, restricted as in `exact`."""
-        out, lse = self._forward
-        # Use the rounded out and lse that the kernels get: the kernels are not to blame for that rounding.
-        given = out.astype(self.dout.buffer.dtype), lse.astype(np.float32)
         low = low_precision_gradients(
-            self.dout.view(), *self._arrays, *given, self.logical_dlse, **self._options
+            self.dout.view(), *self._arrays, *self._given, self.logical_dlse, **self._options
         )
         return tuple(zip(*map(self._logical, low), strict=True))
+
+    @cached_property
+    def of_given(self) -> tuple[np.ndarray, ...]:
+        """As `exact`, from the rounded out and lse."""
+        options, dlse = self._options, self.logical_dlse
+        found = reference.attention_backward(
+            self.dout.view(), *self._arrays, *self._given, dlse=dlse, **options
+        )
+        return self._logical(found)
 
     @cached_property
     def terms(self) -> tuple[float, ...]:
@@ -128,6 +134,12 @@ class Backward:
     @cached_property
     def _forward(self) -> tuple[np.ndarray, np.ndarray]:
         return reference.attention(*self._arrays, **self._options, return_lse=True)
+
+    @property
+    def _given(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rounded out and lse that the kernels get, which are not to blame for that rounding."""
+        out, lse = self._forward
+        return out.astype(self.dout.buffer.dtype), lse.astype(np.float32)
 
     def _poisoned(self, x: np.ndarray) -> np.ndarray:
         x = x.astype(np.float32)
@@ -196,7 +208,13 @@ def check_gradient(call: Backward, n: int, got: np.ndarray) -> None:
     size = np.sqrt(np.mean(np.square(exact)))
     units = 16 if got.dtype.itemsize == 4 else 0.5
     usual = units * float(ml_dtypes.finfo(got.dtype).eps) * size
-    check(got, exact, low, what=call.names[n], floor=usual + left if left > usual else None)
+    floor = usual + left if left > usual else None
+    try:
+        check(got, exact, low, what=call.names[n], floor=floor)
+    except AssertionError:
+        # Where dP and delta cancel, what the rounding of out adds may be most of the error, and roundings of the evaluation in
+        # low precision may undo it by chance.
+        check(got, exact, (*low, call.of_given[n]), what=call.names[n], floor=floor)
 
 
 def verify(
