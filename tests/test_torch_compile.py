@@ -15,8 +15,8 @@ import torch._dynamo.testing  # noqa: F811  (torch does not load it before it co
 import rawattn
 import rawattn.torch
 from rawattn._call import integers
+from rawattn._call.given import ARRAYS
 from rawattn._call.options import Options
-from rawattn._call.seq_layout import ARRAYS
 from rawattn._handles import find
 from rawattn._interop.integers import TensorIntegers
 from rawattn._torch import ops

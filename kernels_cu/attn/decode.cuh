@@ -75,7 +75,7 @@ using Seen = SeenLengths<kRagged, kPaged, kPlainIntegers, kThreads>;
 
 // Blocks of the next kernel are let in some turns before the end of a block that has few keys, or one part of a query
 // tile, and else behind the last turn: blocks that wait for long cost other batches 1 % of the memory bandwidth, but
-// the sooner they start, the more of their beginning is hidden (docs/notes/decode.md). It takes longer in pages.
+// the sooner they start, the more of their beginning is hidden, which takes longer in pages (docs/notes/decode.md).
 constexpr int kFewBytes = (kPaged ? 4608 : 2304) << 10;  // of keys and values, for all blocks of an SM
 constexpr int kLastTurns = kPaged ? 4 : 2;
 template <class Ring>

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from rawattn._call.given import ARRAYS
 from rawattn._call.hints import layout_advice
 from rawattn._call.layout import Lengths, side_of
-from rawattn._call.seq_layout import ARRAYS, SeqLayout
+from rawattn._call.seq_layout import SeqLayout
 from rawattn._eviction import evict_if_full
 from rawattn._interop.xla import is_traced
 

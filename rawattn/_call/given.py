@@ -54,8 +54,28 @@ class GivenSide:
 _NAMES = {side: (f"seqstart_{side}", f"cu_seqlen_{side}", f"seqlen_{side}") for side in ("q", "k")}
 
 
-# Arguments of shape (batch,); the others are (batch + 1,).
+# The arguments that hold integers for each sequence.
+ARRAYS = (
+    *("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k"),
+    *("position_q", "position_k"),
+)
+# Those of shape (batch,); the others are (batch + 1,).
 ONE_EACH = frozenset({"seqlen_q", "seqlen_k", "position_q", "position_k"})
+
+
+def read_sides(
+    arrays: Mapping[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[GivenSide, GivenSide]:
+    """The sides q and k; one object if k has no arguments of its own. arrays: by argument name."""
+    get = arrays.get
+    start, position = get("seqstart_q"), get("position_q")
+    lengths = get("cu_seqlen_q"), get("seqlen_q")
+    of_q = of_k = read_side("q", start, *lengths, max_seqlen_q, None, position)
+    if start is None or len(arrays) > 1 or max_seqlen_k != max_seqlen_q:
+        lengths = get("cu_seqlen_k"), get("seqlen_k")
+        start, position = get("seqstart_k"), get("position_k")
+        of_k = read_side("k", start, *lengths, max_seqlen_k, of_q, position)
+    return of_q, of_k
 
 
 def read_side(

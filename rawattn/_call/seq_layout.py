@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rawattn._call import integers
 from rawattn._call.argument_kinds import all_by_name, checks_arguments
-from rawattn._call.given import ONE_EACH, GivenSide, common_batch, read_side
+from rawattn._call.deferred_layout import Deferred
+from rawattn._call.given import ARRAYS, GivenSide, common_batch, read_sides
 from rawattn._call.hints import NoOthers, hides_unknown, refuse_unknown
 from rawattn._call.layout import Lengths
 from rawattn._call.layout_keys import LayoutKey, StartValues, batch_by_key, key_of, remember
@@ -22,11 +22,6 @@ from rawattn._interop.xla import is_traced
 
 if TYPE_CHECKING:  # type checkers have their own copy: it is no dependency
     from typing_extensions import Never, Unpack
-
-ARRAYS = (
-    *("seqstart_q", "seqstart_k", "seqlen_q", "seqlen_k", "cu_seqlen_q", "cu_seqlen_k"),
-    *("position_q", "position_k"),
-)
 
 
 class _Shown:
@@ -42,7 +37,7 @@ class _Shown:
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False, kw_only=True)
-class SeqLayout:
+class SeqLayout(Deferred):
     """Where the sequences of a batch start and how long they are.
 
     With `seqstart_q` the batch is packed (group mode): q is (total_q, nheads_q, D), k and v are
@@ -171,8 +166,6 @@ class SeqLayout:
     _bindings: dict[tuple[int | None, int, int], Lengths] = field(init=False)
     # Kept by `_verbs.fast_path`: the guarded calls on this layout, by the verb's name, the options and the number of arrays.
     _calls: dict[Any, Any] = field(init=False)
-    # The arguments of a layout that was made while torch.compile traces. It has no private attributes until it is used.
-    _deferred_arguments: ClassVar[dict[str, Any] | None] = None
 
     @hides_unknown
     def __init__(
@@ -260,46 +253,15 @@ class SeqLayout:
         batch = None if key is None else batch_by_key.get(key)
         if batch is None:
             batch = common_batch(arrays)
-            fields["_sides"] = _read_sides(arrays, max_seqlen_q, max_seqlen_k)
+            fields["_sides"] = read_sides(arrays, max_seqlen_q, max_seqlen_k)
             if key is not None:
                 remember(key, batch)
         fields["batch"] = batch
 
-    def _defer(self, given: dict[str, Any]) -> None:
-        """Keeps the arguments while torch.compile traces: nothing can be read or checked before the program runs."""
-        batch = None
-        for name, x in given.items():
-            if x is not None and name in ARRAYS:
-                # `len` would make a symbolic length of torch.export a constant.
-                count = x.shape[0] if hasattr(x, "shape") else len(x)
-                batch = count if name in ONE_EACH else count - 1
-        set_attribute = object.__setattr__  # torch.compile cannot trace writes to `__dict__`
-        set_attribute(self, "max_seqlen_q", given["max_seqlen_q"])
-        set_attribute(self, "max_seqlen_k", given["max_seqlen_k"])
-        set_attribute(self, "batch", batch)
-        set_attribute(self, "packed", given["seqstart_q"] is not None)
-        set_attribute(self, "_deferred_arguments", given)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Completes a layout that was made under torch.compile and is used outside of it.
-
-            Other layouts have all of their attributes.
-            """
-            given = self._deferred_arguments
-            if given is not None and dynamo.is_compiling():
-                if name == "_arrays":
-                    return given
-            elif given is not None and name in _FIELDS:
-                self.__init__(**given)
-                return getattr(self, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     @functools.cached_property
     def _sides(self) -> tuple[GivenSide, GivenSide]:
         """Both sides, q and k. The constructor sets them, except if it knew the layout's key."""
-        return _read_sides(self._arrays, self.max_seqlen_q, self.max_seqlen_k)
+        return read_sides(self._arrays, self.max_seqlen_q, self.max_seqlen_k)
 
     @property
     def _q(self) -> GivenSide:
@@ -443,24 +405,6 @@ class SeqLayout:
             if value is not None:
                 given.append(f"{name}={value}")
         return f"SeqLayout({', '.join(given)})"
-
-
-_FIELDS = frozenset(x.name for x in dataclasses.fields(SeqLayout))
-
-
-def _read_sides(
-    arrays: dict[str, Any], max_seqlen_q: int | None, max_seqlen_k: int | None
-) -> tuple[GivenSide, GivenSide]:
-    """The sides q and k; one object if k has no arguments of its own."""
-    get = arrays.get
-    start, position = get("seqstart_q"), get("position_q")
-    lengths = get("cu_seqlen_q"), get("seqlen_q")
-    of_q = of_k = read_side("q", start, *lengths, max_seqlen_q, None, position)
-    if start is None or len(arrays) > 1 or max_seqlen_k != max_seqlen_q:
-        lengths = get("cu_seqlen_k"), get("seqlen_k")
-        start, position = get("seqstart_k"), get("position_k")
-        of_k = read_side("k", start, *lengths, max_seqlen_k, of_q, position)
-    return of_q, of_k
 
 
 def _check_same_batch(name: str, got: int, expected: int) -> None:
