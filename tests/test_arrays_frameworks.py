@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rawattn._interop.arrays import export_array, framework_of, import_array
+from tests import exhaustive
 from tests.host_arrays import Elsewhere
 
 
@@ -57,7 +58,8 @@ def test_framework_of_jax() -> None:
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize(
-    "stop", ["sys.modules['cupy'] = None", "sys.meta_path.insert(0, Unwritable())"]
+    "stop",
+    exhaustive.thin(["sys.meta_path.insert(0, Unwritable())", "sys.modules['cupy'] = None"], 2),
 )
 def test_tensors_of_torch_on_the_cpu_need_no_cupy(stop: str) -> None:
     """Tensors on the CPU need no CuPy, neither an absent one nor one that fails to import."""

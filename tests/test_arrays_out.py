@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import weakref
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from rawattn._interop.arrays import empty_host, export_array, import_array
-from tests.host_arrays import BFLOAT16, Elsewhere, each_float, values
+from tests import exhaustive
+from tests.host_arrays import BFLOAT16, FLOATS, Elsewhere, each_float, values
 
 
 def resident_bytes() -> int:
@@ -72,8 +74,11 @@ def test_empty_host(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
 
 
 @pytest.mark.frameworks
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-@each_float
+@pytest.mark.parametrize(
+    ("dtype", "framework"),
+    exhaustive.thin(itertools.product(FLOATS, ["torch", "jax"]), 3),
+    ids=str,
+)
 def test_exported_memory_lives_and_dies_with_the_result(
     framework: str, dtype: np.dtype[Any]
 ) -> None:

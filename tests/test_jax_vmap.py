@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
 import rawattn.jax
-from tests import jax_calls
+from tests import exhaustive, jax_calls
 
 pytestmark = pytest.mark.frameworks
 arrays = functools.partial(jax_calls.random_arrays, "cpu")
@@ -48,15 +49,17 @@ def test_vmap_of_padded_batches(lengths: dict[str, Any]) -> None:
             np.testing.assert_allclose(np.asarray(a[n]), np.asarray(b), atol=1e-6)
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, None)], ids=str)
+_SHAPES = (
+    {"bias": (1, 4, 9, 9), "mask": (9, 9), "alibi_slopes": (4,)},
+    {"bias": (2, 1, 1, 9), "mask": (2, 1, 9, 9), "alibi_slopes": (2, 4)},
+    {"bias": (4, 9, 1), "mask": (2, 4, 1, 9), "alibi_slopes": (4,)},
+)
+_AXES = ((0, 0, 0), (0, None, None), (None, 0, None))
+
+
+# Curated are the shapes, each with other axes.
 @pytest.mark.parametrize(
-    "shapes",
-    [
-        {"bias": (1, 4, 9, 9), "mask": (9, 9), "alibi_slopes": (4,)},
-        {"bias": (2, 1, 1, 9), "mask": (2, 1, 9, 9), "alibi_slopes": (2, 4)},
-        {"bias": (4, 9, 1), "mask": (2, 4, 1, 9), "alibi_slopes": (4,)},
-    ],
-    ids=str,
+    ("shapes", "axes"), exhaustive.thin(itertools.product(_SHAPES, _AXES), 4), ids=str
 )
 def test_vmap_of_options(shapes: dict[str, Any], axes: tuple[Any, ...]) -> None:
     """Mapped options give what separate calls give, with a gradient of the bias for each call."""

@@ -50,6 +50,7 @@ _NEVER_ON = {
 }
 
 
+@pytest.mark.exhaustive
 def test_every_switch_is_on_in_some_call() -> None:
     pytest.importorskip("cupy")
     done = subprocess.run(

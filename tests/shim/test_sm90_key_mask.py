@@ -54,7 +54,7 @@ FORMS = ("end", "begin", "holes", "one", "none and all")
 
 
 @pytest.mark.parametrize(
-    ("form", "rule"), exhaustive.thin(itertools.product(FORMS, RULES), 5), ids=str
+    ("form", "rule"), exhaustive.thin(itertools.product(FORMS, RULES), 9), ids=str
 )
 def test_bools_as_they_come(hopper: MakeDevice, form: str, rule: str) -> None:
     """Each call is one launch, and NaN in hidden keys and values does not reach the output."""
