@@ -86,11 +86,7 @@ class Backward:
     @cached_property
     def exact(self) -> tuple[np.ndarray, ...]:
         """The exact gradients: the logical rows of dq, dk and dv, and the elements of `others` that belong to a sequence."""
-        options, dlse = self._options, self.logical_dlse
-        exact = reference.attention_backward(
-            self.dout.view(), *self._arrays, *self._forward, dlse=dlse, **options
-        )
-        return self._logical(exact)
+        return self._reference(*self._forward)
 
     @cached_property
     def low(self) -> tuple[tuple[np.ndarray, ...], ...]:
@@ -103,11 +99,7 @@ class Backward:
     @cached_property
     def of_given(self) -> tuple[np.ndarray, ...]:
         """As `exact`, from the rounded out and lse."""
-        options, dlse = self._options, self.logical_dlse
-        found = reference.attention_backward(
-            self.dout.view(), *self._arrays, *self._given, dlse=dlse, **options
-        )
-        return self._logical(found)
+        return self._reference(*self._given)
 
     @cached_property
     def terms(self) -> tuple[float, ...]:
@@ -118,6 +110,14 @@ class Backward:
             return terms
         sizes = sizes_of_sums(*arrays, self.logical_dlse, **self._options)
         return *terms, *(float(each.of(sizes)[each.where].max(initial=0)) for each in self.others)
+
+    def _reference(self, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, ...]:
+        options, dlse = self._options, self.logical_dlse
+        return self._logical(
+            reference.attention_backward(
+                self.dout.view(), *self._arrays, out, lse, dlse=dlse, **options
+            )
+        )
 
     def _logical(self, gradients: Gradients) -> tuple[np.ndarray, ...]:
         qkv = (x[rows] for x, rows in zip(gradients[:3], self.rows, strict=True))

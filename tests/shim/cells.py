@@ -119,6 +119,7 @@ class Call:
         return Forward(self.problem, self.lengths, *arrays, return_lse=return_lse)
 
 
+# Many cells have one case, and all are asked for their builds while tests are collected.
 @lru_cache(maxsize=1024)
 def call_of(case: Case) -> Call:
     inputs = materialise(case)
