@@ -1,5 +1,6 @@
 // The end of the decoding kernels (attn/decode.cuh): merges the partial results of a block's waves, then those of the
-// blocks that share a query tile, and writes output rows.
+// blocks that share a query tile, and writes output rows. What is written is evicted from the L2 cache last: keys that
+// stream by would drive it out to DRAM, which takes time from them (docs/notes/decode.md).
 #pragma once
 
 #include "attn/decode_tile.cuh"
@@ -8,6 +9,7 @@
 #include "attn/rows.cuh"
 #include "attn/schedule/shared_tile.cuh"
 #include "attn/stored_keys.cuh"
+#include "target/store_evict_last.cuh"
 
 namespace decode {
 
@@ -18,7 +20,7 @@ DEVICE void store_columns(Element* out, const FourFloats& x, int columns) {
   constexpr int kWidth = kCopyBytes < 4 * int(sizeof(Element)) ? kCopyBytes : 4 * int(sizeof(Element));
   constexpr int kAtOnce = kWidth / int(sizeof(Element));
   UNROLL for (int i = 0; i < 4; i += kAtOnce) {
-    if (i < columns) *reinterpret_cast<Chunk<kWidth>*>(out + i) = *reinterpret_cast<const Chunk<kWidth>*>(y + i);
+    if (i < columns) target::store_evict_last<kWidth>(out + i, y + i);
   }
 }
 
@@ -82,7 +84,8 @@ DEVICE void merge(const Output& output, int thread, int count, const Part& part,
       if (destination == nullptr) {
         nan = output.write(row, column, merged);
       } else {
-        UNROLL for (int f = 0; f < kFours; f++) destination->out[row][column / 4 + f] = merged.out[f];
+        UNROLL for (int f = 0; f < kFours; f++)
+            target::store_evict_last<16>(&destination->out[row][column / 4 + f], &merged.out[f]);
         if (column == 0) {
           destination->running_max[row] = merged.running_max;
           destination->sum[row] = merged.sum;
