@@ -128,7 +128,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
     }
     ring.wait_for_prior_kernels();
     if (is_found) {
-      work.look_up_first(wave, lane);
+      work.look_up_first(ring, wave, lane);
       work.load_queries(p, queries, wave, lane);
     }
     differs = seen.differ(p, thread);
@@ -152,7 +152,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
     const auto begin = [&] {
       if (!is_found) {
         work = Work<Ring>(p, line, lane);
-        work.look_up_first(wave, lane);
+        work.look_up_first(ring, wave, lane);
         work.load_queries(p, queries, wave, lane);
       }
       is_found = false;
@@ -237,7 +237,10 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
       if (n == lets_in) ring.launch_dependents();
       const int tile = work.tile(n, wave);
       if (tile >= work.span.end) continue;
-      const auto load_next = [&] { work.load(p, ring, last_slot(slot), tile + (kStages - 1) * kWaves, lane); };
+      const auto load_next = [&] {
+        ring.wait_for_pages();
+        work.load(p, ring, last_slot(slot), n + kStages - 1, wave, lane);
+      };
       if (work.is_empty(slot)) {
         target::wave_sync();
         load_next();

@@ -50,27 +50,23 @@ struct Work {
   DEVICE int rounds() const { return (span.count() + kWaves - 1) / kWaves; }
   DEVICE int tile(int n, int wave) const { return span.begin + n * kWaves + wave; }
 
-  // Looks up the wave's first two tiles.
-  DEVICE void look_up_first(int wave, int lane) {
-    if (tile(0, wave) >= span.end) return;
-    look_up(tile(0, wave), lane);
-    look_up(tile(1, wave), lane);
+  // Starts to look up the wave's first tiles: their pages, and the mask of two.
+  DEVICE void look_up_first(const Ring& ring, int wave, int lane) {
+    if (tile(0, wave) < span.end) {
+      UNROLL for (int n = 0; n < Ring::kLooksAhead; n++) look_up(ring, n, wave, lane);
+      UNROLL for (int n = 0; n < 2; n++) mask.look_up(key_tiles.first_key(tile(n, wave)));
+    }
+    ring.commit_first_pages();
   }
 
   // Asks for kAhead of the wave's first tiles in the L2 cache: every second one, from the first one on in half of the
   // waves and from the second one in others. So memory and the cache bring tiles at the same time once loads begin.
   DEVICE void prefetch(const Ring& ring, int wave, int lane) const {
     constexpr int kAhead = tiles_ahead(kWaves * Ring::kStageBytes * config::kBlocksPerSm);
-    const int begin = wave % 2;
-    if (kBlockMask || tile(begin, wave) >= span.end) return;  // which tiles a mask hides is not looked at here
-    typename Ring::Source ahead = source;
-    ahead.look_up(key_tiles.first_key(tile(begin, wave)), lane);
-    ahead.look_up(key_tiles.first_key(tile(begin + 2, wave)), lane);
-#pragma unroll 1
-    for (int n = begin; n < begin + 2 * kAhead && tile(n, wave) < span.end; n += 2) {
-      ring.prefetch(ahead, lane);
-      ahead.look_up(key_tiles.first_key(tile(n + 4, wave)), lane);
-    }
+    const int begin = wave % 2, tiles = (span.end - tile(begin, wave) + 2 * kWaves - 1) / (2 * kWaves);
+    if (kBlockMask || tiles <= 0) return;  // which tiles a mask hides is not looked at here
+    const auto first_key = [&](int n) { return key_tiles.first_key(tile(begin + 2 * n, wave)); };
+    ring.template prefetch<kAhead>(source, first_key, tiles, lane);
   }
 
   // Starts to load the queries.
@@ -81,13 +77,17 @@ struct Work {
     target::copy_async_commit();
   }
 
-  // Starts to load the wave's first kStages - 1 tiles, of which the first two have been looked up, after the queries.
-  // slot: of the first of these.
+  // Starts to load the wave's first kStages - 1 tiles, which have been looked up, after the queries. slot: of the first
+  // of these.
   DEVICE void load_first(const ForwardParams& p, Ring& ring, int slot, int wave, int lane) {
+    ring.wait_for_first_pages();
 #pragma unroll 1
-    for (int n = 0; n < kStages - 1; n++) {
-      load(p, ring, slot, tile(n, wave), lane);
-      slot = next_slot(slot);
+    for (int n = 0; n < kStages - 1; n++, slot = next_slot(slot)) {
+      if (tile(n, wave) < span.end) {
+        load(p, ring, slot, n, wave, lane);
+      } else {
+        ring.commit();
+      }
     }
   }
 
@@ -96,19 +96,23 @@ struct Work {
     for (int n = 0; n < kStages - 1; n++, slot = next_slot(slot)) {
       if (tile(n, wave) < span.end && !is_empty(slot)) ring.wait(slot);
     }
+    target::copy_async_wait();  // for what was looked up
   }
 
-  // Starts to load a tile of the wave, which must be the last but one that was looked up, and looks up the wave's next
-  // tile but one. Loads nothing behind the last tile of the segment, nor a tile that the mask hides from all rows: its
-  // slot is then marked as empty.
-  DEVICE void load(const ForwardParams& p, Ring& ring, int slot, int tile, int lane) {
+  // Starts to load the wave's tile of turn n, which has been looked up, and to look up later ones. The wave must have a
+  // tile in this segment. Loads nothing behind the last one, nor a tile that the mask hides from all rows: its slot is
+  // then marked as empty.
+  DEVICE void load(const ForwardParams& p, Ring& ring, int slot, int n, int wave, int lane) {
+    const int tile = this->tile(n, wave);
     if (tile < span.end) {
       const bool dead = mask.dead();
       if (kBlockMask) empty = dead ? empty | 1u << slot : empty & ~(1u << slot);
-      if (!dead) real_rows(tile, [&](const auto& real) { ring.load(p, source, slot, real, lane); });
-      // A look-up behind the last tile finds the last page.
-      look_up(tile + 2 * kWaves, lane);
+      if (!dead) load_rows(p, ring, slot, n, tile, lane);
     }
+    // Behind the last tile too: if some turns did not look up, all would move what was looked up last to another
+    // register, and wait for it.
+    look_up(ring, n + Ring::kLooksAhead, wave, lane);
+    mask.look_up(key_tiles.first_key(tile + 2 * kWaves));
     ring.commit();
   }
   DEVICE bool is_empty(int slot) const { return kBlockMask && (empty >> slot & 1) != 0; }
@@ -129,11 +133,19 @@ struct Work {
  private:
   unsigned empty = 0;  // a bit for each slot
 
-  // Starts to load the page id and the mask bits of a tile.
-  DEVICE void look_up(int tile, int lane) {
+  DEVICE void load_rows(const ForwardParams& p, const Ring& ring, int slot, int n, int tile, int lane) {
     const int first_key = key_tiles.first_key(tile);
-    source.look_up(first_key, lane);
-    mask.look_up(first_key);
+    if constexpr (Ring::kLoadsAllRows) {
+      ring.load(p, source, slot, n, first_key, AllReal{}, lane);
+    } else {
+      real_rows(tile, [&](const auto& real) { ring.load(p, source, slot, n, first_key, real, lane); });
+    }
+  }
+
+  // Starts to look up the pages of the wave's tile of turn n.
+  DEVICE void look_up(const Ring& ring, int n, int wave, int lane) {
+    const int tile = this->tile(n, wave);
+    ring.look_up(source, n, key_tiles.first_key(tile), tile < span.end, lane);
   }
 
   // Whether rows are tested for more than the sequence's end. Without a left limit, and without a right limit from a

@@ -1,6 +1,6 @@
 // The mask in decoding (attn/decode.cuh), where a tile has rows of several heads: row r is query `first + r / kHeads`
 // of head `head + r % kHeads`. No list says which key tiles are dead, that is, hidden from all rows. Instead a wave
-// looks up the bits of a tile two tiles before it loads the tile, as it does with the tile's page.
+// looks up the bits of a tile two tiles before it loads the tile.
 #pragma once
 
 #include "attn/mask_bits.cuh"

@@ -1,6 +1,6 @@
-// How the decoding kernels find and copy a wave's tiles of keys and values, in pages or not. load() copies the last
-// tile but one that was passed to look_up(): on a busy GPU, a page id takes longer to arrive than a tile takes to
-// compute, so ids are asked for that far ahead.
+// How the portable decoding kernel finds and copies a wave's tiles of keys and values, in pages or not. load() copies
+// the last tile but one that was passed to look_up(): on a busy GPU, a page id takes longer to arrive than a tile takes
+// to compute, so ids are asked for that far ahead.
 //
 // UnpagedTile is for keys that are not paged. With PageOfTile, tiles divide pages, so all rows of a tile lie in one
 // page. With PageRows they may lie in several: each lane looks up some rows and tells the others through shared memory

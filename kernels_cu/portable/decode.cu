@@ -20,6 +20,8 @@ struct WaveRing {
   static constexpr int kStageElements = kTileK * (kPitchK + kPitchV);
   static constexpr int kStageBytes = kStageElements * int(sizeof(StoredKey));
   static constexpr bool kLoadsLate = false;  // the next tile is loaded before Q K^T
+  static constexpr bool kLoadsAllRows = false;
+  static constexpr int kLooksAhead = 2;  // the pages of a tile are looked up so many turns before it is loaded
   static constexpr int kExtraBytes = kPaged && !kTileInPage ? 2 * kTileK * 8 : 0;  // offsets of a tile's rows
   using CopyK = WaveCopy<StoredKey, kTileK, kHeadDim, kDepthQk, kPitchK, kKeyBytes>;
   using CopyV = WaveCopy<StoredKey, kTileK, kHeadDimV, kDepthV, kPitchV, kKeyBytes>;
@@ -35,8 +37,6 @@ struct WaveRing {
         : k(first(p, p.k, p.k_strides, segment, kv_head)),
           v(first(p, p.v, p.v_strides, segment, kv_head)),
           found(p.pages, segment.sequence, segment.k) {}
-
-    DEVICE void look_up(int first_key, int lane) { found.look_up(first_key, lane); }
 
    private:
     DEVICE static const StoredKey* first(const ForwardParams& p, const void* array, const Strides& strides,
@@ -55,9 +55,13 @@ struct WaveRing {
   DEVICE auto keys(int slot) const { return pitched_tile<kPitchK>(at(slot)); }
   DEVICE auto values(int slot) const { return pitched_tile<kPitchV>(at(slot) + kTileK * kPitchK); }
 
-  // Starts the copies of a tile. Rows that are not real become zeros.
+  // Starts to look up the pages of a tile. One that is not there has those of the last.
+  DEVICE void look_up(Source& source, int, int first_key, bool, int lane) const {
+    source.found.look_up(first_key, lane);
+  }
+  // Starts the copies of the last tile but one that was looked up. Rows that are not real become zeros.
   template <class Real>
-  DEVICE void load(const ForwardParams& p, const Source& source, int slot, const Real& real, int lane) const {
+  DEVICE void load(const ForwardParams& p, const Source& source, int slot, int, int, const Real& real, int lane) const {
     StoredKey* const keys = at(slot);
     StoredKey* const values = keys + kTileK * kPitchK;
     source.found.write_offsets(offsets, p.k_strides, p.v_strides, lane);
@@ -65,7 +69,11 @@ struct WaveRing {
     source.found.template load<CopyV, true>(values, source.v, p.v_strides, offsets, real, lane);
   }
   DEVICE void commit() const { target::copy_async_commit(); }
-  DEVICE void prefetch(const Source&, int) const {}
+  DEVICE void commit_first_pages() const {}
+  DEVICE void wait_for_first_pages() const {}
+  DEVICE void wait_for_pages() const {}
+  template <int, class FirstKey>
+  DEVICE void prefetch(const Source&, const FirstKey&, int, int) const {}
   DEVICE void wait_for_prior_kernels() const {}  // the kernel is not launched early (`Step.early`)
   DEVICE void launch_dependents() const {}
   DEVICE void wait_for_queries() const { target::copy_async_wait<kStages - 1>(); }

@@ -2,7 +2,7 @@
 // adds is the ring in which each warp loads its key tiles by TMA. TMA's requests reach DRAM in an order that it serves
 // faster than the requests of lanes that copy (docs/notes/decode.md).
 #include "attn/decode.cuh"
-#include "attn/page_rows.cuh"
+#include "attn/page_ids.cuh"
 #include "ptx/ptx.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/rows.cuh"
@@ -25,37 +25,46 @@ struct Maps {
   ptx::TensorMap k, v;
 };
 
-// The keys of one kv head of a sequence as coordinates of the tensor maps. look_up() finds the lane's box of a key
-// tile; with_coordinates() gives all coordinates but that of the column, for the tile before the last one that was
-// looked up (attn/page_rows.cuh). Boxes of whole rows have other axes (whole_rows_of_pages() in
-// rawattn/_kernels/sm90/forward_steps.py).
+// The keys of one kv head of a sequence as coordinates of the tensor maps. with_coordinates() gives all coordinates but
+// that of the column, of the lane's box of a key tile, whose page id it is given. Boxes of whole rows have other axes
+// (whole_rows_of_pages() in rawattn/_kernels/sm90/forward_steps.py).
 template <bool kInPages>
 struct MappedKeys {
-  PageOfTile<kBoxRows, kPlainIntegers> found;
+  using Ids = PageIds<kBoxes, kBoxRows, kPlainIntegers>;
+  using Id = typename Ids::Id;
+  static constexpr int kSlotBytes = Ids::kSlotBytes;
+
+  Ids ids;
   int kv_head;
   int next_page;  // where boxes bring whole rows: from a page to the next on the maps' last axis, in heads
 
   MappedKeys() = default;
   DEVICE MappedKeys(const ForwardParams& p, const Segment& segment, int kv_head)
-      : found(p.pages, segment.sequence, segment.k), kv_head(kv_head), next_page(1) {
+      : ids(p.pages, segment.sequence, segment.k), kv_head(kv_head), next_page(1) {
     if (kWholeRows && p.nheads_kv > 1)
       next_page = static_cast<int>(static_cast<unsigned>(p.k_strides.batch) / static_cast<unsigned>(p.k_strides.head));
   }
 
-  DEVICE void look_up(int first_key, int lane) { found.look_up(first_key + lane % kBoxes * kBoxRows, lane); }
+  DEVICE void look_up(unsigned* slot, int first_key, int lane) const { ids.look_up(slot, first_key, lane); }
+  // The id of the lane's box: as copied to a slot, and from the table.
+  DEVICE Id id(const unsigned* slot, int lane) const { return ids.copied(slot, lane); }
+  DEVICE Id id(int first_key, int lane) const { return ids.table.id(ids.entry(first_key, lane)); }
   template <class Use>
-  DEVICE void with_coordinates(const Use& use) const {
-    const int page = static_cast<int>(found.table.page_of(found.id));
+  DEVICE void with_coordinates(const Id& id, int first_key, int lane, const Use& use) const {
+    const int row = first_key + lane * kBoxRows - ids.entry(first_key, lane) * ids.table.page_rows;
+    const int page = static_cast<int>(ids.table.page_of(id));
     if constexpr (kWholeRows) {
-      use(0, 0, found.row / 8, page * next_page + kv_head);
+      use(0, 0, row / 8, page * next_page + kv_head);
     } else {
-      use(found.row, kv_head, 0, page);
+      use(row, kv_head, 0, page);
     }
   }
 };
 template <>
 struct MappedKeys<false> {
-  UnpagedTile found;
+  struct Id {};
+  static constexpr int kSlotBytes = 0;
+
   sm90::MapRows rows;
   int kv_head;
 
@@ -63,10 +72,12 @@ struct MappedKeys<false> {
   DEVICE MappedKeys(const ForwardParams& p, const Segment& segment, int kv_head)
       : rows(sm90::map_rows<kRagged, kPacked>(segment.sequence, segment.k, row_bound(p.k_side))), kv_head(kv_head) {}
 
-  DEVICE void look_up(int first_key, int lane) { found.look_up(first_key, lane); }
+  DEVICE void look_up(unsigned*, int, int) const {}
+  DEVICE Id id(const unsigned*, int) const { return {}; }
+  DEVICE Id id(int, int) const { return {}; }
   template <class Use>
-  DEVICE void with_coordinates(const Use& use) const {
-    use(rows.first + found.row, kv_head, rows.outer, rows.batch);
+  DEVICE void with_coordinates(const Id&, int first_key, int, const Use& use) const {
+    use(rows.first + first_key, kv_head, rows.outer, rows.batch);
   }
 
  private:
@@ -85,17 +96,21 @@ struct TmaRing {
   // The next tile is loaded after Q K^T has been issued: a lane issues one box after the other while products are
   // running.
   static constexpr bool kLoadsLate = true;
+  static constexpr bool kLoadsAllRows = true;  // rows that no query row may see too: see clear()
+  // Page ids lie in shared memory beside the ring, those of turn n in slot n % kIdSlots.
+  static constexpr int kLooksAhead = kStages < 3 ? 2 : kStages - 1, kIdSlots = power_of_two_from(kLooksAhead + 1);
   static constexpr int kTileBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
   // Bytes by which a stage is larger than its tile, if the partial result of the rows fits in a stage only then:
   // attn/decode.cuh leaves it in the free one.
   static constexpr int kWidening = 1024;
   static constexpr bool kWidened = kTileBytes < kPartialBytes && kPartialBytes <= kTileBytes + kWidening;
   static constexpr int kStageBytes = kTileBytes + (kWidened ? kWidening : 0);
-  static constexpr int kExtraBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)), 16);  // beside the stages: barriers
+  using Source = MappedKeys<kPaged>;
+  // Beside the stages: mbarriers, and the page ids of tiles.
+  static constexpr int kExtraBytes = round_up(kStages * int(sizeof(ptx::Mbarrier)) + kIdSlots * Source::kSlotBytes, 16);
   static_assert(kBlockBytes % 1024 == 0, "blocks begin where the swizzle does");
   static_assert(kStages <= 32, "a bit tells a slot's parity");
 
-  using Source = MappedKeys<kPaged>;
   // Boxes of whole rows lie one after the other, each with all of its columns. Otherwise all boxes of some columns do.
   template <int kBlocks>
   static constexpr int kDown = 8 * kColumns * (kWholeRows ? kBlocks : 1);
@@ -124,29 +139,53 @@ struct TmaRing {
     return {reinterpret_cast<const StoredKey*>(bytes(slot) + kBlocksQk * kBlockBytes)};
   }
 
-  // Loads all rows of the tile. Rows that no query row may see are loaded too: their keys are masked, and clear()
-  // zeroes their values.
-  template <class Real>
-  DEVICE void load(const ForwardParams&, const Source& source, int slot, const Real&, int lane) const {
+  // Starts to look up the pages of the tile of turn n, if it is there.
+  DEVICE void look_up(const Source& source, int n, int first_key, bool is_there, int lane) const {
+    if (kPaged && is_there) source.look_up(ids_of(n), first_key, lane);
+  }
+  // Loads the tile of turn n, whose pages are known.
+  DEVICE void load(const ForwardParams&, const Source& source, int slot, int n, int first_key, AllReal,
+                   int lane) const {
     if (lane == 0) ptx::mbarrier_arrive_expect(&full[slot], kTileBytes);
-    for_each_box(source, lane, [&](const ptx::TensorMap* map, int offset, auto... coordinates) {
-      ptx::copy_tensor_5d_evict_first(bytes(slot) + offset, map, &full[slot], coordinates...);
-    });
+    if (lane >= kBoxes) return;
+    for_each_box(source, source.id(ids_of(n), lane), first_key, lane,
+                 [&](const ptx::TensorMap* map, int offset, auto... coordinates) {
+                   ptx::copy_tensor_5d_evict_first(bytes(slot) + offset, map, &full[slot], coordinates...);
+                 });
   }
-  // Asks for these rows in the L2 cache.
-  DEVICE void prefetch(const Source& source, int lane) const {
-    for_each_box(source, lane, [&](const ptx::TensorMap* map, int, auto... coordinates) {
-      ptx::prefetch_tensor_5d(map, coordinates...);
-    });
+  // Asks for up to kCount tiles in the L2 cache, those of `count` that there are. first_key(n): the first key of the
+  // n-th.
+  template <int kCount, class FirstKey>
+  DEVICE void prefetch(const Source& source, const FirstKey& first_key, int count, int lane) const {
+    if (lane >= kBoxes) return;
+    typename Source::Id ids[kCount];
+    UNROLL for (int n = 0; n < kCount; n++) ids[n] = source.id(first_key(n), lane);
+    UNROLL for (int n = 0; n < kCount; n++) {
+      if (n >= count) break;
+      for_each_box(source, ids[n], first_key(n), lane, [&](const ptx::TensorMap* map, int, auto... coordinates) {
+        ptx::prefetch_tensor_5d(map, coordinates...);
+      });
+    }
   }
-  DEVICE void commit() const {}
-  DEVICE void wait_for_queries() const { target::copy_async_wait(); }
+  // What lanes copy asynchronously are page ids, and the queries between those of the first tiles and of others.
+  DEVICE void commit() const {
+    if constexpr (kPaged) target::copy_async_commit();
+  }
+  DEVICE void commit_first_pages() const { commit(); }
+  DEVICE void wait_for_first_pages() const {
+    if constexpr (kPaged) target::copy_async_wait<1>();
+  }
+  DEVICE void wait_for_queries() const { target::copy_async_wait<kPaged ? kStages - 1 : 0>(); }
   DEVICE void wait(int slot) {
     ptx::mbarrier_wait(&full[slot], parities >> slot & 1);
     parities ^= 1u << slot;
   }
-  // Zeroes the values of rows that are not real. Without pages there is nothing to do: TMA delivers zeros past the end
-  // of a sequence.
+  // Waits for the pages of the tile that is to be loaded.
+  DEVICE void wait_for_pages() const {
+    if constexpr (kPaged) target::copy_async_wait<kLooksAhead - 1>();
+  }
+  // Zeroes the values of rows that are not real, whose keys are masked. Without pages there is nothing to do: TMA
+  // delivers zeros past the end of a sequence.
   template <class Real>
   DEVICE void clear(int slot, const Real& real, int lane) const {
     if (!kPaged || all_real(real, kTileK)) return;
@@ -172,11 +211,16 @@ struct TmaRing {
   DEVICE void give_back() const { ptx::fence_async_proxy(); }
 
  private:
-  // Calls `use` for each box that is the lane's, with its tensor map, where it lies in a slot, and its coordinates.
+  DEVICE unsigned* ids_of(int n) const {
+    return reinterpret_cast<unsigned*>(full + kStages) + n % kIdSlots * (Source::kSlotBytes / 4);
+  }
+
+  // Calls `use` for each box of a tile that is the lane's, with its tensor map, where it lies in a slot, and its
+  // coordinates.
   template <class Use>
-  DEVICE void for_each_box(const Source& source, int lane, const Use& use) const {
-    if (lane >= kBoxes) return;
-    source.with_coordinates([&](int row, int head, int outer, int page) {
+  DEVICE void for_each_box(const Source& source, const typename Source::Id& id, int first_key, int lane,
+                           const Use& use) const {
+    source.with_coordinates(id, first_key, lane, [&](int row, int head, int outer, int page) {
       if constexpr (kWholeRows) {
         use(&maps.k, lane * kBoxRows * kBlocksQk * 128, 0, row, head, outer, page);
         use(&maps.v, (kTileK * kBlocksQk + lane * kBoxRows * kBlocksV) * 128, 0, row, head, outer, page);

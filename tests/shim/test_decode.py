@@ -142,6 +142,13 @@ def test_query_tiles_in_pieces(
         verify_decode(device, call, causal=True, on_device=True)
 
 
+@pytest.mark.parametrize("page_size", [7, 16])
+def test_a_sequence_without_pages_looks_none_up(machine: MakeDevice, page_size: int) -> None:
+    """The last sequence has none, so its entries of the block table begin where the table ends."""
+    call = paged((8 * page_size, 0), page_size, pair=True, spare=0)
+    verify_decode(machine(), call, causal=True)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_most_sequences_without_queries(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, packed: bool
