@@ -344,7 +344,12 @@ def test_rows_of_few_streams(
         (8, 5, 8192, 16, 64, 20.0, False),
         (16, 4, 512, 16, 128, None, True),
         (16, 4, 200, 16, 128, None, False),
-        (16, 4, 64, 17, 128, None, True),
+        (16, 2, 64, 17, 128, None, True),
+        (16, 4, 64, 17, 64, None, True),
+        (16, 4, 1023, 17, 128, None, False),
+        (16, 4, 1024, 17, 128, None, True),
+        (16, 4, 64, 41, 96, None, False),  # 328 streams
+        (16, 4, 64, 42, 96, None, True),
         (16, 5, 8192, 17, 128, None, False),
         (7, 3, 200, 16, 256, None, True),  # the forward takes a tile for each head
         (4, 5, 12_500, 1, 256, None, True),

@@ -69,14 +69,17 @@ _LEAST_MANY_WIDE = ((64, 0, 1024), (96, 2048, 2048))
 _LEAST_MANY_WIDE_LISTED = 512
 # Keys of float8, which two warps of the forward convert for all its rows, up to head dim WIDE_TILE_HEADDIM. Columns:
 # (most rows, least heads of a GQA group, largest head dim, whether a mask, slopes, a score function or a soft cap must be
-# there, least seqlen_k for up to as many streams as there are SMs, for more). Any line that admits the call decides for
-# decoding. The first is of tiles of three blocks of eight rows.
+# there, least seqlen_k for up to as many streams as there are SMs, for up to _VERY_MANY_FLOAT8 times as many, for more). Any
+# line that admits the call decides for decoding. The first is of tiles of three blocks of eight rows.
 _LEAST_KEYS_FLOAT8 = (
-    (24, 1, 128, False, 512, 96),
-    (32, 1, 64, False, 512, 512),
-    (32, 1, 128, True, 1024, 1024),
-    (64, 16, 128, False, 512, 0),
+    (24, 1, 128, False, 512, 96, 96),
+    (32, 1, 64, False, 512, 512, 512),
+    (32, 1, 128, True, 1024, 1024, 1024),
+    (32, 16, 128, False, 512, 0, 0),
+    (64, 16, 64, False, 512, 0, 0),
+    (64, 16, 128, False, 512, 1024, 0),
 )
+_VERY_MANY_FLOAT8 = 2.5
 # Beyond that head dim, of no more streams than a sixteenth of the SMs: the most rows, the least seqlen_k, and the most keys of
 # all streams together.
 _FEW_WIDE_FLOAT8 = 48, 1024, 100_000
@@ -190,14 +193,15 @@ def _are_few_of_float8(problem: Problem, target: Target) -> bool:
         most_rows, least, together = _FEW_WIDE_FLOAT8
         few = streams <= target.multiprocessors // 16 and streams * keys <= together
         return few and rows <= most_rows and keys >= least
-    many = streams > target.multiprocessors
+    each = streams / target.multiprocessors
+    column = 0 if each <= 1 else 1 if each <= _VERY_MANY_FLOAT8 else 2
     return any(
         rows <= most
         and heads >= least_heads
         and dim <= columns
         and forward_has_more_work >= more_work
-        and keys >= (least_many if many else least)
-        for most, least_heads, columns, more_work, least, least_many in _LEAST_KEYS_FLOAT8
+        and keys >= least[column]
+        for most, least_heads, columns, more_work, *least in _LEAST_KEYS_FLOAT8
     )
 
 
