@@ -109,8 +109,8 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
     prefetch_pages(p.pages, p.k_side.length, p.batch, int64(target::block_index()) * kThreads + thread);
   BlockLine line(p);
   auto& room = *reinterpret_cast<typename BlockLine::Room*>(shared + L::kRoomAt);
-  // The first segment is found while earlier kernels still run, and its first keys are brought to the L2 cache. Such a
-  // kernel may write keys, pages and lengths. So once they are done, pages are looked up again, and lengths compared.
+  // The first segment is found while earlier kernels still run, and some of its keys are brought to the L2 cache. Such
+  // a kernel may write keys, pages and lengths. So once they are done, pages are looked up again, and lengths compared.
   const bool early = kEarly && !kPositions && Seen::has_room(p);
   if (!early) ring.wait_for_prior_kernels();
   Seen seen;

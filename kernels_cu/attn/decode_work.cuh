@@ -25,6 +25,9 @@ constexpr int tiles_ahead(int bytes) {
   return bytes < kBytes ? (kBytes + bytes / 2) / bytes : 1;
 }
 
+// From how many turns on the tiles to ask for are spread over all turns.
+constexpr int kManyTurns = 8;
+
 // A segment, its tiles, and how they are loaded.
 template <class Ring>
 struct Work {
@@ -59,13 +62,20 @@ struct Work {
     ring.commit_first_pages();
   }
 
-  // Asks for kAhead of the wave's first tiles in the L2 cache: every second one, from the first one on in half of the
-  // waves and from the second one in others. So memory and the cache bring tiles at the same time once loads begin.
+  // Asks for kAhead of the wave's tiles in the L2 cache. Memory and the cache shall bring tiles at the same time once
+  // loads begin. So those of a segment of many turns are spread evenly over these and over the waves, and of another
+  // one every second tile is asked for, from the first one on in half of the waves and from the second one in others.
   DEVICE void prefetch(const Ring& ring, int wave, int lane) const {
     constexpr int kAhead = tiles_ahead(kWaves * Ring::kStageBytes * config::kBlocksPerSm);
-    const int begin = wave % 2, tiles = (span.end - tile(begin, wave) + 2 * kWaves - 1) / (2 * kWaves);
+    const bool is_long = rounds() >= kManyTurns;
+    const int begin = wave % 2, all = (span.end - tile(begin, wave) + 2 * kWaves - 1) / (2 * kWaves);
+    const int tiles = is_long ? kAhead : all;
     if (kBlockMask || tiles <= 0) return;  // which tiles a mask hides is not looked at here
-    const auto first_key = [&](int n) { return key_tiles.first_key(tile(begin + 2 * n, wave)); };
+    const int full_turns = rounds() - 1;   // the last one may lack tiles
+    const auto first_key = [&](int n) {
+      const int spread = (n * kWaves + wave + 1) * full_turns / (kAhead * kWaves + 1);
+      return key_tiles.first_key(tile(is_long ? spread : begin + 2 * n, wave));
+    };
     ring.template prefetch<kAhead>(source, first_key, tiles, lane);
   }
 

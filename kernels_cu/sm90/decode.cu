@@ -97,8 +97,11 @@ struct TmaRing {
   // running.
   static constexpr bool kLoadsLate = true;
   static constexpr bool kLoadsAllRows = true;  // rows that no query row may see too: see clear()
-  // Page ids lie in shared memory beside the ring, those of turn n in slot n % kIdSlots.
-  static constexpr int kLooksAhead = kStages < 3 ? 2 : kStages - 1, kIdSlots = power_of_two_from(kLooksAhead + 1);
+  // Page ids are looked up as many turns ahead as tiles are loaded. Of two stages that is one turn, and blocks that
+  // begin early are faster with two, others are slower (docs/notes/decode.md). Ids lie in shared memory beside the
+  // ring, those of turn n in slot n % kIdSlots.
+  static constexpr int kLooksAhead = kEarly && kStages < 3 ? 2 : kStages - 1;
+  static constexpr int kIdSlots = power_of_two_from(kLooksAhead + 1);
   static constexpr int kTileBytes = (kBlocksQk + kBlocksV) * kBlockBytes;
   // Bytes by which a stage is larger than its tile, if the partial result of the rows fits in a stage only then:
   // attn/decode.cuh leaves it in the free one.

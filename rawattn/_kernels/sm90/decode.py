@@ -37,7 +37,7 @@ _BLOCK_ROW_BYTES = 128  # of a row of the swizzle
 _BARRIER_BYTES = 8  # of an mbarrier
 # Boxes of so few rows bring whole rows where they can. Of more rows those of each block of columns take as long.
 _FEW_BOX_ROWS = 16
-_LEAST_BOX_ROWS = 8
+_LEAST_BOX_ROWS = 8  # the rows of a swizzle's period; what a configuration whose boxes are not chosen yet counts with
 _MORE_BYTES = 1024  # by which a slot may grow: the alignment of a tile in shared memory
 
 
@@ -73,7 +73,9 @@ class Config(decode.Config):
         """Bytes of shared memory for the mbarriers of a wave's ring, and for the page ids of its tiles."""
         boxes = self.tile_k // (self.box_rows or _LEAST_BOX_ROWS) if self.paged else 0
         ids = boxes * (4 if self.plain_integers else 8)
-        slots = 1 << max(2, self.stages - 1).bit_length()
+        early = self.tile_rows <= decode_tiles.TILE_ROWS
+        ahead = max(2, self.stages - 1) if early else self.stages - 1  # kLooksAhead of the kernel
+        slots = 1 << ahead.bit_length()
         return round_up(self.stages * _BARRIER_BYTES + slots * ids, 16)
 
 

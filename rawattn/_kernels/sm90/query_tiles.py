@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rawattn._call.problem import Problem
 
 # Query tiles are alike if the shortest has at least this fraction of the longest one's keys.
@@ -49,24 +51,30 @@ def count(problem: Problem, rows: int, heads: int) -> int:
 
 def visible(problem: Problem, first: int, behind: int) -> int:
     """The number of keys that at least one of the query rows [first, behind) sees."""
-    begin, end = _seen(problem, first, behind)
+    begin, end = _limits(problem)(first, behind)
     return end - begin + min(problem.sink, begin)
 
 
-def key_tiles_of(problem: Problem, first: int, behind: int, tile_k: int) -> int:
-    """The number of key tiles with such keys."""
-    begin, end = _seen(problem, first, behind)
-    begin //= tile_k
-    return -(-end // tile_k) - begin + min(-(-problem.sink // tile_k), begin)
+def key_tiles_met(problem: Problem, tile_k: int) -> Callable[[int, int], int]:
+    """A function of `first` and `behind`: the number of key tiles with such keys."""
+    seen, sink_tiles = _limits(problem), -(-problem.sink // tile_k)
+
+    def met(first: int, behind: int) -> int:
+        begin, end = seen(first, behind)
+        begin //= tile_k
+        return -(-end // tile_k) - begin + min(sink_tiles, begin)
+
+    return met
 
 
-def _seen(problem: Problem, first: int, behind: int) -> tuple[int, int]:
-    """The keys in a window of the query rows [first, behind): the first, and the one behind the last."""
-    keys = problem.max_seqlen_k
+def _limits(problem: Problem) -> Callable[[int, int], tuple[int, int]]:
+    """A function of `first` and `behind`: the keys in a window of these rows, the first and the one behind the last."""
+    keys, left, right = problem.max_seqlen_k, problem.window_left, problem.window_right
     offset = 0 if problem.top_left else keys - problem.max_seqlen_q
-    begin, end = 0, keys
-    if problem.window_right is not None:
-        end = min(keys, max(0, behind + offset + problem.window_right))
-    if problem.window_left is not None:
-        begin = min(end, max(0, first + offset - problem.window_left))
-    return begin, end
+
+    def seen(first: int, behind: int) -> tuple[int, int]:
+        end = keys if right is None else min(keys, max(0, behind + offset + right))
+        begin = 0 if left is None else min(end, max(0, first + offset - left))
+        return begin, end
+
+    return seen

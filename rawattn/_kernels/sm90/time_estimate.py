@@ -244,11 +244,16 @@ def _tiles(
         alone = of_headdim(_ALONE_ON_SM_PACES, problem).get((consumers, tile_k), 1.0)
         pace += (alone - pace) * (most - blocks) / (most - 1)
     times, begin = of_headdim(TIMES, problem), of_headdim(BEGIN_KEYS, problem)
+    loading = blocks * load(problem)
 
-    def time_of(consumers: int, keys: float) -> float:
-        together = min(consumers * blocks, max(times))
-        return max(pace * times[together], blocks * load(problem)) * keys + pace * begin[together]
+    def line_of(busy: int) -> tuple[float, float]:
+        """The time of a key, and that to begin, of a tile with so many busy consumers."""
+        together = min(busy * blocks, max(times))
+        return max(pace * times[together], loading), pace * begin[together]
 
+    of_busy = [line_of(busy) for busy in range(1, consumers + 1)]
+    per_key, beginning = of_busy[-1]
+    key_tiles = query_tiles.key_tiles_met(problem, tile_k)
     rows = 64 * consumers // heads
     tiles = -(-problem.max_seqlen_q // rows)
     copies = query_tiles.count(problem, 64 * consumers, heads) / max(tiles, 1)
@@ -263,11 +268,13 @@ def _tiles(
         first, behind = n * rows, min((n + 1) * rows, problem.max_seqlen_q)
         # The keys decide the time of a tile of several heads, however few rows it has, so all its consumers count as busy.
         busy = consumers if heads > 1 else -(-(behind - first) // 64)
-        keys = tile_k * query_tiles.key_tiles_of(problem, first, behind, tile_k) + masked
-        time, alone = time_of(consumers, keys), time_of(busy, keys)
-        least = time - _IDLE_CONSUMER_SAVING * (time - alone)
+        keys = tile_k * key_tiles(first, behind) + masked
+        least = per_key * keys + beginning
         if shares_last and n == tiles - 1:
-            least = time_of(consumers, keys * _SHARED_PACES[consumers]) + _SHARED_MERGE_KEYS
+            least = per_key * (keys * _SHARED_PACES[consumers]) + beginning + _SHARED_MERGE_KEYS
+        elif busy < consumers:
+            alone = of_busy[busy - 1]
+            least -= _IDLE_CONSUMER_SAVING * (least - (alone[0] * keys + alone[1]))
         found.append((least, alike_ones * max(1, round(copies))))
     return found
 
