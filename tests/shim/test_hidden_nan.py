@@ -65,20 +65,22 @@ def differentiate(
 
 
 KINDS = [*itertools.product((hidden_nan.BFLOAT16, np.dtype(np.float32)), (False, True))]
+WHERE = "keys", "rows"
 
 
 def traits(case: tuple[Any, bool, str, str]) -> Iterator[Hashable]:
-    """Every second one of `IN_BACKWARD` is curated, with the kinds of backward in turn."""
+    """Every second one of `IN_BACKWARD` is curated, with the kinds of backward in turn, and NaN keys and rows in turn."""
     dtype, deterministic, where, how = case
     n, odd = divmod(list(IN_BACKWARD).index(how), 2)
-    if not odd and (dtype, deterministic) == KINDS[n % len(KINDS)]:
-        yield how, where
+    of_turn = (*KINDS[n % len(KINDS)], WHERE[n // len(KINDS) % 2])
+    if not odd and (dtype, deterministic, where) == of_turn:
+        yield how
 
 
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "where", "how"),
     exhaustive.mark(
-        [(*kind, *of) for kind in KINDS for of in itertools.product(("keys", "rows"), IN_BACKWARD)],
+        [(*kind, *of) for kind in KINDS for of in itertools.product(WHERE, IN_BACKWARD)],
         traits,
     ),
     ids=str,
@@ -93,9 +95,15 @@ def test_backward(
 ONE_TILE = hidden_nan.hiding_in_backward(2, 4, 40, 30)
 
 
-@pytest.mark.parametrize("how", ["causal", "top-left", "bias", "bias-of-scores", "score_mod"])
-@pytest.mark.parametrize("where", ["keys", "rows"])
-@pytest.mark.parametrize("rounds", [0, 6])
+@pytest.mark.parametrize(
+    ("rounds", "where", "how"),
+    exhaustive.thin(
+        itertools.product(
+            (0, 6), WHERE, ("causal", "top-left", "bias", "bias-of-scores", "score_mod")
+        ),
+        3,
+    ),
+)
 def test_backward_of_one_key_tile(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, rounds: int, how: str, where: str
 ) -> None:
@@ -106,8 +114,10 @@ def test_backward_of_one_key_tile(
     differentiate(machine(), where, ONE_TILE[how], rows=40, keys=30, portable_backward=tiles)
 
 
-@pytest.mark.parametrize("how", ["causal", "top-left", "window", "mask"])
-@pytest.mark.parametrize("where", ["keys", "rows"])
+@pytest.mark.parametrize(
+    ("where", "how"),
+    exhaustive.thin(itertools.product(WHERE, ("causal", "top-left", "window", "mask")), 3),
+)
 def test_backward_of_shared_key_tiles(
     machine: MakeDevice, monkeypatch: pytest.MonkeyPatch, how: str, where: str
 ) -> None:
@@ -116,8 +126,9 @@ def test_backward_of_shared_key_tiles(
     differentiate(machine(), where, IN_BACKWARD[how])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("where", ["keys", "rows"])
+@pytest.mark.parametrize(
+    ("where", "deterministic"), exhaustive.thin(itertools.product(WHERE, (False, True)), 3)
+)
 def test_backward_of_packed_sequences(machine: MakeDevice, where: str, deterministic: bool) -> None:
     """A NaN reaches no other sequence either, nor padding between them."""
     dtype, causal = hidden_nan.BFLOAT16, {"causal": True}
@@ -170,10 +181,14 @@ def test_output_by_tma(machine: MakeDevice, how: str) -> None:
     hidden_nan.check(given, out[None], lse[None], **HIDING[how])
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+FAMILIES = ("portable", "sm_80"), ("sm90", "sm_90a"), ("decode", "sm_80"), ("decode", "sm_90a")
+OPTIONS: tuple[dict[str, Any], ...] = {}, {"causal": True}, {"softcap": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("family", "arch"),
-    [("portable", "sm_80"), ("sm90", "sm_90a"), ("decode", "sm_80"), ("decode", "sm_90a")],
+    ("family", "arch", "options"),
+    exhaustive.thin([(*family, of) for family in FAMILIES for of in OPTIONS], 2),
+    ids=str,
 )
 def test_a_query(machine: MakeDevice, family: str, arch: str, options: dict[str, Any]) -> None:
     """lse of a row that sees only NaN is NaN, not that of a row without keys, which would have no gradients."""
@@ -191,8 +206,14 @@ def test_backward_of_a_bias_beside_what_nothing_sees(machine: MakeDevice, how: s
     assert all(np.isfinite(x.astype(np.float64)).all() for x in got if x is not None)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, hidden_nan.BFLOAT16, np.float32], ids=str)
-@pytest.mark.parametrize("text", [None, "tanh(score) * 2"])
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    exhaustive.thin(
+        itertools.product((None, "tanh(score) * 2"), (np.float16, hidden_nan.BFLOAT16, np.float32)),
+        2,
+    ),
+    ids=str,
+)
 def test_backward_of_an_infinite_value_under_dropout(
     machine: MakeDevice, text: str | None, dtype: Any
 ) -> None:
