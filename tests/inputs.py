@@ -40,7 +40,8 @@ class Inputs:
         return inside.buffer
 
 
-def materialise(case: Case) -> Inputs:
+def materialise(case: Case, *, drawn: bool = True) -> Inputs:
+    """drawn: whether q, k and v get values, which takes most of the time."""
     rng = np.random.default_rng([case.seed, *case.name.encode()])
     headdim_v = case.headdim if case.headdim_v is None else case.headdim_v
     rows_q = _logical_rows(case, *case.side_q)
@@ -48,18 +49,20 @@ def materialise(case: Case) -> Inputs:
 
     def values(rows: np.ndarray, nheads: int, headdim: int, what: str) -> Strided:
         array = strided((*rows.shape, nheads, headdim), DTYPES[case.dtype], case.layout)
-        drawn = rng.standard_normal((np.count_nonzero(rows), nheads, headdim))
+        if not drawn:
+            return array
+        x = rng.standard_normal((np.count_nonzero(rows), nheads, headdim))
         if case.values == "uniform":
-            drawn = rng.random(drawn.shape)
+            x = rng.random(x.shape)
         elif case.values == "negative":
-            drawn = rng.random(drawn.shape) * {"q": 4, "k": -1, "v": 1}[what]
+            x = rng.random(x.shape) * {"q": 4, "k": -1, "v": 1}[what]
             if what == "k":
-                drawn *= np.linspace(4, 1, len(drawn))[:, None, None]
+                x *= np.linspace(4, 1, len(x))[:, None, None]
         elif case.values == "large" and what == "q":
-            drawn *= 30
+            x *= 30
         elif case.values == "constant" and what == "v":
-            drawn[:] = rng.standard_normal((nheads, headdim))
-        array.view()[rows] = drawn.astype(array.buffer.dtype)
+            x[:] = rng.standard_normal((nheads, headdim))
+        array.view()[rows] = x.astype(array.buffer.dtype)
         return array
 
     q = values(rows_q, case.nheads_q, case.headdim, "q")

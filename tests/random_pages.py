@@ -10,9 +10,12 @@ from tests.paged import BFLOAT16, Paged, paged
 
 
 class RandomPages(NamedTuple):
+    """on_device: whether lengths and tables are arrays on the GPU. portable: whether the portable forward takes the call."""
+
     call: Paged
     options: dict[str, Any]
     on_device: bool
+    portable: bool
 
 
 def random_pages(seed: int) -> RandomPages:
@@ -50,7 +53,7 @@ def random_pages(seed: int) -> RandomPages:
         seed=seed,
     )
     options = _random_options(rng, call, max(*lens_q, most))
-    return RandomPages(call, options, bool(rng.integers(2)))
+    return RandomPages(call, options, bool(rng.integers(2)), seed % 3 == 2)
 
 
 def random_batch(seed: int) -> RandomPages:
@@ -90,11 +93,12 @@ def random_batch(seed: int) -> RandomPages:
         float8=some("", "", "plain", "arrays"),
         seed=seed,
     )
-    options = _random_options(rng, call, most)
-    if packed and batch > 100 and options["num_splits"]:
-        # Each sequence of a packed batch may have most of its rows, so many pieces take more memory than a GPU has.
+    options, portable = _random_options(rng, call, most), seed % 3 == 2
+    if (packed or portable) and batch > 100 and options["num_splits"]:
+        # Each sequence of a packed batch may have most of its rows, and a piece of the portable forward leaves whole tiles,
+        # so many pieces take more memory than a GPU has.
         options["num_splits"] = min(options["num_splits"], 16)
-    return RandomPages(call, options, bool(rng.integers(4)))
+    return RandomPages(call, options, bool(rng.integers(4)), portable)
 
 
 def _random_options(rng: np.random.Generator, call: Paged, rows: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def test_options_of_scores(name: str) -> None:
 
 @pytest.mark.parametrize("seed", exhaustive.thin(range(30), 4))
 def test_random(seed: int) -> None:
-    call, options, _ = random_pages(seed)
+    call, options, *_ = random_pages(seed)
     verify_both(call, **options)
 
 

@@ -60,10 +60,14 @@ class Cell:
     def call(self) -> Call:
         return call_of(self.case)
 
+    @property
+    def form(self) -> Call:
+        return form_of(self.case)
+
     @cached_property
     def config(self) -> Config:
         config = portable_forward.choose(
-            self.call.problem, without_device("sm_90a"), self.call.operands
+            self.form.problem, without_device("sm_90a"), self.form.operands
         )
         if self.tiles is not None:
             config = replace(
@@ -81,7 +85,7 @@ class Cell:
     def builds(self) -> list[Build]:
         """The builds of the kernels that the cell runs."""
         sources = [self.config.source()]
-        sources += [ragged_setup.source()] if self.call.problem.ragged else []
+        sources += [ragged_setup.source()] if self.form.problem.ragged else []
         return [Build(source, self.wave, self.checked, self.fibers) for source in sources]
 
     @property
@@ -119,10 +123,18 @@ class Call:
         return Forward(self.problem, self.lengths, *arrays, return_lse=return_lse)
 
 
+def call_of(case: Case) -> Call:
+    return _call(materialise(case))
+
+
 # Many cells have one case, and all are asked for their builds while tests are collected.
 @lru_cache(maxsize=1024)
-def call_of(case: Case) -> Call:
-    inputs = materialise(case)
+def form_of(case: Case) -> Call:
+    """The call without values: what decides which kernels it takes."""
+    return _call(materialise(case, drawn=False))
+
+
+def _call(inputs: Inputs) -> Call:
     q, k, v = inputs.q, inputs.k, inputs.v
     problem, lengths = describe(q.view(), k.view(), v.view(), seqs=layout(inputs), **inputs.options)
     out = inputs.out or dense_out(inputs.rows.shape, problem, q.buffer.dtype)

@@ -15,7 +15,7 @@ from rawattn._kernels.sm90 import forward_config as sm90_forward_config
 from rawattn._kernels.sm90 import forward_fit, tma
 from rawattn._kernels.target import without_device
 from tests.cases import Case
-from tests.shim.cells import Cell, call_of
+from tests.shim.cells import Cell, form_of
 from tests.shim.launch import Machine
 from tests.shim.shim import Builder
 from tests.tiles import splitting, splitting_by_length, tensor_stores
@@ -114,7 +114,7 @@ class Sm90Cell(Cell):
         fields = self.shape._asdict()
         fields["tensor_stores"] &= allowed is not None and allowed.tensor_stores
         fields["consumer_registers"] = fields["consumer_registers"] or alone
-        return forward_fit.with_heads(replace(config, **fields), self.call.problem)
+        return forward_fit.with_heads(replace(config, **fields), self.form.problem)
 
     def run(self, builder: Builder) -> tuple[np.ndarray, np.ndarray | None]:
         seed = zlib.crc32(str(self).encode())
@@ -137,7 +137,7 @@ def chosen(case: Case) -> sm90_forward_config.Config | None:
     """The config that a Hopper GPU runs for this call; None if it runs the portable kernel or copies arrays first."""
     if case.layout == "steps" or case.dtype == "float32":
         return None
-    call = call_of(case)
+    call = form_of(case)
     target, operands = without_device(sm90_forward.ARCH), call.operands
     if sm90_forward.supports(call.problem, target, operands) is not None:
         return None

@@ -16,7 +16,7 @@ from tests import exhaustive
 from tests.cases import Case, dense, padded, ragged
 from tests.shim import cells_sm90_calls as calls
 from tests.shim import cells_sm90_schedule as schedule
-from tests.shim.cells import call_of, verify
+from tests.shim.cells import form_of, verify
 from tests.shim.cells_sm90 import Sm90Cell
 from tests.shim.device import MakeDevice
 from tests.shim.paged import normal
@@ -63,8 +63,8 @@ def test_sm90_forward(cell: Sm90Cell, builder: Builder) -> None:
 def test_tiles_are_kept_where_some_are_longer() -> None:
     def kept(case: Case, blocks: int = 132) -> tuple[int, int]:
         cell = Sm90Cell(case=case)
-        tiles = -(-cell.call.problem.rows_q // cell.config.schedule_rows)
-        return forward_steps.kept_tiles(cell.call.problem, cell.config, blocks), tiles
+        tiles = -(-cell.form.problem.rows_q // cell.config.schedule_rows)
+        return forward_steps.kept_tiles(cell.form.problem, cell.config, blocks), tiles
 
     causal = dense("causal", 1, 2000, 300, nheads_q=16, nheads_kv=16, causal=True)
     few, tiles = kept(causal)
@@ -84,7 +84,7 @@ def test_fewer_consumers_where_tiles_leave_multiprocessors_idle() -> None:
     the number of tiles is unknown."""
 
     def consumers(case: Case, multiprocessors: int = 132) -> int:
-        call = call_of(case)
+        call = form_of(case)
         target = replace(without_device(sm90_forward.ARCH), multiprocessors=multiprocessors)
         return sm90_forward.choose(call.problem, target, call.operands).consumers
 
