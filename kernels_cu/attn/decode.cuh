@@ -51,7 +51,7 @@ struct Layout {
   static constexpr int kMerged = kPrefetches ? 0 : kWaves * kPartialBytes;
   static constexpr int kExtraAt = kUsed > kMerged ? kUsed : kMerged;
   static constexpr int kSharedTilesAt = kExtraAt + kWaves * Ring::kExtraBytes;
-  static constexpr int kSharedTilesBytes = 192, kFlagBytes = 16, kRoomBytes = 192;
+  static constexpr int kSharedTilesBytes = 256, kFlagBytes = 16, kRoomBytes = 192;
   static constexpr int kRoomAt = kSharedTilesAt + kSharedTilesBytes + kFlagBytes;
   static_assert(kQueriesAt % 16 == 0 && kExtraAt % 16 == 0 && kSharedTilesAt % 16 == 0, "all parts are aligned");
   static_assert(2 * sizeof(SharedTile<Partials>) <= kSharedTilesBytes, "a part shares two query tiles at most");
@@ -158,7 +158,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
       is_found = false;
       work.load_first(p, ring, slot, wave, lane);
       if (!work.segment.whole()) {
-        if (thread == 0) shared_tiles[shared_count] = SharedTile<Partials>(line, work.segment);
+        if (thread == 0) shared_tiles[shared_count] = SharedTile<Partials>(line, work.segment, p.splits);
         shared_count++;
       }
     };
@@ -168,7 +168,7 @@ DEVICE void attend(const ForwardParams& p, unsigned char* shared, Ring ring) {
       const unsigned char* const of_waves = L::kPrefetches ? shared + last_slot(slot) * Ring::kStageBytes : shared;
       constexpr int kStride = L::kPrefetches ? L::kWaveBytes : kPartialBytes;
       Partials* of_block = nullptr;
-      if (!previous.whole()) of_block = &shared_tiles[before - 1].own_partials(p.splits);
+      if (!previous.whole()) of_block = shared_tiles[before - 1].own;
       const auto of_wave = [&](int n) -> const Partials& {
         return *reinterpret_cast<const Partials*>(of_waves + n * kStride);
       };

@@ -105,7 +105,7 @@ DEVICE void merge(const Output& output, int thread, int count, const Part& part,
 // bunches. flag: in shared memory.
 DEVICE void merge_parts(const ForwardParams& p, const SharedTile<Partials>& tile, bool& flag, int thread) {
   const auto bunch = tile.bunch(p.splits);
-  auto parts = tile.parts(p.splits);
+  auto parts = tile.parts;
   const auto bunches = parts.bunches(bunch.size);
   int count = bunch.count;
   Partials* merged = nullptr;

@@ -13,21 +13,6 @@ struct SharedTile {
   static constexpr int kAtOnce = 16;         // parts of a bunch at most, whose loads are all in flight together
   static constexpr int kMost = 2 * kAtOnce;  // parts that are merged without bunches, at most
 
-  Segment segment;     // the segment of this block
-  int abreast_index;   // number of this block among those abreast
-  int part;            // the part of this block
-  int first, count;    // the parts that share the query tile: [first, first + count)
-  bool begins_inside;  // whether the query tile begins inside its first part, not where the part begins
-
-  template <class BlockLine>
-  DEVICE SharedTile(const BlockLine& line, const Segment& segment)
-      : segment(segment),
-        abreast_index(line.abreast_index),
-        part(line.part),
-        first(segment.from == 0 ? part : line.part_of(segment.start)),
-        count((segment.to == segment.units ? part : line.part_of(segment.start + segment.units - 1)) + 1 - first),
-        begins_inside(line.begin_of(first) < segment.start) {}
-
   // The partial results of consecutive parts, at equal distances in memory but for the first one.
   struct Parts {
     Partials *first, *all;
@@ -42,14 +27,31 @@ struct SharedTile {
       return {merged, merged, size * stride};
     }
   };
-  // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends. It has
-  // a slot for each, in this order.
-  DEVICE Parts parts(const Splits& splits) const {
-    const int slots = slots_of(splits);
-    Partials* const all = static_cast<Partials*>(splits.partials) + block(splits, first) * slots;
-    return {all + int(begins_inside), all, int64(splits.abreast) * slots};
+
+  Segment segment;    // the segment of this block
+  int part;           // the part of this block
+  int first, count;   // the parts that share the query tile: [first, first + count)
+  Parts parts;        // their partial results
+  Partials* own;      // the partial result of this block's part
+  unsigned* arrived;  // the counter of the first part; those of parts that follow are `abreast` apart
+
+  // One thread makes it when the segment begins: at the end of a segment nothing hides that addresses are computed.
+  template <class BlockLine>
+  DEVICE SharedTile(const BlockLine& line, const Segment& segment, const Splits& splits)
+      : segment(segment),
+        part(line.part),
+        first(segment.from == 0 ? part : line.part_of(segment.start)),
+        count((segment.to == segment.units ? part : line.part_of(segment.start + segment.units - 1)) + 1 - first) {
+    // The block of the first part, with the same number among those abreast as this block.
+    const int64 block = int64(first) * splits.abreast + line.abreast_index;
+    // A part shares at most two query tiles with others: the one in which it begins, and the one in which it ends. It
+    // has a slot for each, in this order.
+    const int slots = slots_of(splits), begins_inside = line.begin_of(first) < segment.start;
+    Partials* const all = static_cast<Partials*>(splits.partials) + block * slots;
+    parts = {all + begins_inside, all, int64(splits.abreast) * slots};
+    own = &parts(part - first);
+    arrived = splits.arrived + block;
   }
-  DEVICE Partials& own_partials(const Splits& splits) const { return parts(splits)(part - first); }
 
   // One of `bunches` bunches: it has the parts [begin, begin + count), counted from the query tile's first. All bunches
   // have `size` parts, but for the last one, which has at least three. So the second part of a bunch is neither the
@@ -69,22 +71,20 @@ struct SharedTile {
   // Says that the partial result of the block's own part is there. Returns whether those of all parts of its bunch are.
   // One thread of the block calls it, between two barriers of the block.
   DEVICE bool arrive(const Splits& splits) const {
-    const Bunch own = bunch(splits);
-    return arrive_at(splits, first + own.begin, own.count);
+    const Bunch bunch = this->bunch(splits);
+    return arrive_at(splits, bunch.begin, bunch.count);
   }
   // The same for the block's bunch among all bunches, whose counter is that of the query tile's second part.
-  DEVICE bool arrive_of_bunch(const Splits& splits, int bunches) const { return arrive_at(splits, first + 1, bunches); }
+  DEVICE bool arrive_of_bunch(const Splits& splits, int bunches) const { return arrive_at(splits, 1, bunches); }
 
  private:
   DEVICE static int slots_of(const Splits& splits) { return splits.count > 0 ? 1 : 2; }
 
-  DEVICE bool arrive_at(const Splits& splits, int part, int expected) const {
-    unsigned* const arrived = splits.arrived + block(splits, part);
-    const bool last = target::fetch_add_acq_rel(arrived, 1u) + 1 == static_cast<unsigned>(expected);
-    if (last) *arrived = 0;  // for the next launch
+  // n: the part whose counter it is, counted from the first one.
+  DEVICE bool arrive_at(const Splits& splits, int n, int expected) const {
+    unsigned* const counter = arrived + int64(n) * splits.abreast;
+    const bool last = target::fetch_add_acq_rel(counter, 1u) + 1 == static_cast<unsigned>(expected);
+    if (last) *counter = 0;  // for the next launch
     return last;
   }
-
-  // The block that has a part, with the same number among those abreast as this block.
-  DEVICE int64 block(const Splits& splits, int part) const { return int64(part) * splits.abreast + abreast_index; }
 };

@@ -51,7 +51,7 @@ _OFFSET_BYTES = 8  # of the offset of a row of a page
 # runs more waves too, so on sequences of at least _LONG_NARROW keys _LONG_NARROW_STREAMS are enough.
 _NARROW, _LONG_NARROW, _LONG_NARROW_STREAMS = 64, 2048, 0.45
 # Bytes of shared memory besides tiles: descriptions of the query tiles that a block shares, a flag, room for cutting the line.
-_KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 192, 16, 192
+_KEPT_BYTES, _FLAG_BYTES, _ROOM_BYTES = 256, 16, 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
