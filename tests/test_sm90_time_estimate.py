@@ -271,6 +271,15 @@ def test_a_last_tile_whose_keys_consumers_share(
     assert (tile(rows) - begin < 0.5 * (tile(192) - begin)) == shared
 
 
+@pytest.mark.parametrize(("rows", "shared"), [(5, True), (6, False)])
+def test_interleaved_rows_that_one_consumer_has(rows: int, shared: bool) -> None:
+    """Five rows of twelve heads are 60 of one consumer's 64 rows; six are 72, so two consumers have some."""
+    problem = few_rows(12, rows, 4770, 48, 4, 192)
+    fields = {"consumers": 2, "tile_k": 96, "stages": 2}
+    ((time, _),) = time_estimate._tiles(problem, fields, 12, 1, 1)
+    assert (time < 0.6 * 4770) == shared
+
+
 @pytest.mark.parametrize(
     ("shape", "consumers", "splits"),
     [

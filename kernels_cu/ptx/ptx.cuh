@@ -8,6 +8,7 @@
 #include "ptx/ballot.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/pin_computation.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/load_shared.cuh"

@@ -174,6 +174,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
 #pragma unroll 1
     for (int n = span.begin; n < mine.begin; n++) self.skip_tile();
     int n = mine.begin;
+    unsigned taken = 0;  // as of take_number()
     if (shares) {
       self.begin_shared();
       n += index;
@@ -224,6 +225,7 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
         if (moved) softmax.rescale(o);
       }
       if (!shares) leave_queries();
+      taken = take_number(params, work);
       self.wait_for_values();
       mask.clear(s, self.values.slot, index);
       past_end.clear(s, self.values.slot, self.lane);
@@ -245,12 +247,10 @@ DEVICE void consume(const Sm90ForwardParams& params, const Maps& maps, SharedMem
     } else {
 #pragma unroll 1
       for (n = mine.end; n < span.end; n++) self.skip_tile();
+      if (mine.begin >= mine.end) taken = take_number(params, work);
     }
     bool nan = false;  // whether the lane's part of the stored output may have one
-    if (!is_whole(work)) {
-      softmax.divide(o, output_factor(p, head));
-      nan = store_partial(params, work, o, softmax);
-    } else if (!shares || index == 0) {
+    if (is_whole(work) ? !shares || index == 0 : leave_or_merge(params, work, taken, o, softmax)) {
       if constexpr (kSinkLogits) {
         softmax.add_sink(per_head(p.sink_logits, work.sequence, head) * Exponent::kUnit);
         softmax.rescale(o);

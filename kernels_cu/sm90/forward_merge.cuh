@@ -2,9 +2,10 @@
 // the part of such a tile that one block, or one cluster, has computed.
 //
 // Each warp works for itself. In every item of the tile one warp owns the same 16 rows. Each of these warps takes a
-// number when it has computed its item, writes its partial result to global memory, and reports that it is there. The
-// one with the last number reports nothing. It waits for the reports of the others, which are about to write, and
-// merges all partial results, in the order of keys. So the bits of the result do not depend on which warp is last.
+// number before its last product. All but the one with the last number write their partial results to global memory,
+// and report that they are there. The last one waits for these reports, which are about to come, and merges all partial
+// results in the order of keys. So the bits of the result do not depend on which warp is last. Its own partial result
+// stays in registers, unless there are many items: it then takes those registers for more loads at a time.
 //
 // A report comes when the writes have arrived, some microseconds later. If the piece goes on in another query tile, the
 // warp begins that item first, and reports beside its first products. It then reports even if it had the last number,
@@ -21,8 +22,8 @@ namespace forward {
 struct alignas(16) Quad {
   float x[4];
 };
-// The partial result of a warp's 16 rows: each lane's part of the output, divided by the row sums, and the running
-// maxima and sums of the lane's two rows. Lanes lie side by side.
+// The partial result of a warp's 16 rows: each lane's part of the output, and the running maxima and sums of the lane's
+// two rows. Lanes lie side by side.
 struct Partial {
   Quad out[2 * kOutBlocks][32];
   Quad softmax[32];
@@ -31,15 +32,11 @@ static_assert(C::kElements == 8 && C::kSlots == 2, "two quads of each block");
 constexpr int kConsumerWarps = kCluster * kConsumers * 4;  // consumer warps that work on an item
 // A word for each warp counts the items of a query tile: those with a number, and, times kReported, those reported.
 constexpr unsigned kReported = 1u << 16;
-// The output is merged in kOutputParts parts of kPartBlocks blocks of 16 columns. A part has as many blocks as there
-// are registers for, together with loads that are in flight. Where there are two parts the number is even, since stores
-// take two blocks at a time.
-constexpr int kOutputParts = kOutBlocks > 8 ? 2 : 1;
-constexpr int kPartBlocks = kOutputParts == 1 ? kOutBlocks : round_up((kOutBlocks + 1) / 2, 2);
-// kItemsAtOnce: items whose loads are in flight together. Two, if there are registers for two items and the merged
-// result, 8 for each of their blocks, beside kOtherRegisters for all else.
-constexpr int kOtherRegisters = kOutputParts * kPartBlocks == kOutBlocks ? 40 : 64;
-constexpr int kItemsAtOnce = !kBias && kConsumerRegisters >= 3 * 8 * kPartBlocks + kOtherRegisters ? 2 : 1;
+// The most items of a query tile that has few. With three consumers or more any number counts as few: a kernel with
+// both ways of merging took 1.5 % longer there, in whole tiles too.
+constexpr int kFewItems = 4;
+// Whether a consumer has registers for the output, for so many quads, and for all else.
+constexpr bool has_registers(int quads) { return kConsumerRegisters >= 8 * kOutBlocks + 4 * quads + 20; }
 
 // Writes a lane's part of a partial result.
 DEVICE void write_partial(Partial& partial, const C (&o)[1][kOutBlocks], const Softmax& softmax, int lane) {
@@ -52,50 +49,84 @@ DEVICE void write_partial(Partial& partial, const C (&o)[1][kOutBlocks], const S
   partial.softmax[lane] = {running_max[0], running_max[1], sum[0], sum[1]};
 }
 
-// Merges the partial results of all items, which lie kConsumerWarps apart: the output, in blocks from `first` on, and
-// the running maxima and sums. sink: the head's learned sink in units of the exponent, which counts once for all items.
-DEVICE void merge(C (&o)[1][kPartBlocks], Softmax& all, int first, const Partial* partials, int items, float sink,
-                  int lane) {
-  auto &running_max = all.running_max[0], &sum = all.sum[0];
-  UNROLL for (int d = 0; d < kPartBlocks; d++) o[0][d] = C{};
+// The sum of partial results: kQuads quads of the output, and the running maxima and sums of the lane's rows.
+template <int kQuads>
+struct Merged {
+  Quad out[kQuads] = {};
+  float running_max[C::kSlots], sum[C::kSlots];
+
+  DEVICE Merged() {
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      running_max[slot] = -target::infinity();
+      sum[slot] = 0.0f;
+    }
+  }
+  // Adds a partial result. rows: its running maxima and sums.
+  DEVICE void add(const Quad (&x)[kQuads], const Quad& rows) {
+    float before[C::kSlots], weight[C::kSlots];
+    UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+      const float last = running_max[slot];
+      running_max[slot] = fmaxf(last, rows.x[slot]);
+      const float shift = running_max[slot] == -target::infinity() ? 0.0f : running_max[slot];
+      before[slot] = Exponent::power(last - shift);
+      weight[slot] = Exponent::power(rows.x[slot] - shift);
+      sum[slot] = sum[slot] * before[slot] + rows.x[2 + slot] * weight[slot];
+    }
+    UNROLL for (int q = 0; q < kQuads; q++) {
+      UNROLL for (int e = 0; e < 4; e++) {
+        const int slot = C::slot(q % 2 * 4 + e);
+        out[q].x[e] = out[q].x[e] * before[slot] + x[q].x[e] * weight[slot];
+      }
+    }
+  }
+};
+
+// Merges all partial results of a query tile in the order of keys into o and softmax. The result is like that of one
+// item: not divided by the sums. partials: those of the items, kConsumerWarps apart. kOwn: that of item `own` is in o
+// and softmax, and not in memory. kQuads quads of the output are merged at a time, and kItems items are loaded at once.
+template <bool kOwn, int kQuads, int kItems>
+DEVICE void merge(C (&o)[1][kOutBlocks], Softmax& softmax, const Partial* partials, int items, int own, int lane) {
+  constexpr int kAll = 2 * kOutBlocks;
+  auto &running_max = softmax.running_max[0], &sum = softmax.sum[0];
+  const Quad own_rows = {running_max[0], running_max[1], sum[0], sum[1]};
+  UNROLL for (int first = 0; first < kAll; first += kQuads) {
+    Merged<kQuads> merged;
+    const auto add_stored = [&](int begin, int end) {
 #pragma unroll 1
-  for (int item = 0; item < items; item += kItemsAtOnce) {
-    Quad rows[kItemsAtOnce], out[kItemsAtOnce][2 * kPartBlocks];
-    UNROLL for (int n = 0; n < kItemsAtOnce; n++) {
-      // Past the last item the last one is read again, with a weight of 0.
-      const bool real = item + n < items;
-      const Partial& partial = partials[(real ? item + n : items - 1) * kConsumerWarps];
-      rows[n] = partial.softmax[lane];
-      if (!real) rows[n] = {-target::infinity(), -target::infinity(), 0.0f, 0.0f};
-      UNROLL for (int d = 0; d < 2 * kPartBlocks; d++) {
-        // Past the last columns others are read in their place; what comes of them is not stored.
-        const int quad = 2 * first + d;
-        const bool inside = kOutputParts * kPartBlocks == kOutBlocks || quad < 2 * kOutBlocks;
-        out[n][d] = partial.out[inside ? quad : d][lane];
-      }
-    }
-    UNROLL for (int n = 0; n < kItemsAtOnce; n++) {
-      float before[C::kSlots], weight[C::kSlots];
-      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
-        const float last = running_max[slot];
-        running_max[slot] = fmaxf(last, rows[n].x[slot]);
-        before[slot] = Exponent::power(last - all.shift(0, slot));
-        weight[slot] = Exponent::power(rows[n].x[slot] - all.shift(0, slot)) * rows[n].x[2 + slot];
-        sum[slot] = sum[slot] * before[slot] + weight[slot];
-      }
-      UNROLL for (int d = 0; d < kPartBlocks; d++) {
-        UNROLL for (int e = 0; e < C::kElements; e++) {
-          float& x = o[0][d].x[e];
-          x = x * before[C::slot(e)] + out[n][2 * d + e / 4].x[e % 4] * weight[C::slot(e)];
+      for (int item = begin; item < end; item += kItems) {
+        Quad rows[kItems], out[kItems][kQuads] = {};
+        UNROLL for (int n = 0; n < kItems; n++) {
+          // Past the last item the last one is read again, with a weight of 0.
+          const bool real = item + n < end;
+          const Partial& partial = partials[(real ? item + n : end - 1) * kConsumerWarps];
+          rows[n] = partial.softmax[lane];
+          if (!real) rows[n] = {-target::infinity(), -target::infinity(), 0.0f, 0.0f};
+          UNROLL for (int q = 0; q < kQuads && first + q < kAll; q++) out[n][q] = partial.out[first + q][lane];
         }
+        UNROLL for (int n = 0; n < kItems; n++) merged.add(out[n], rows[n]);
+      }
+    };
+    if constexpr (kOwn) {
+      add_stored(0, own);
+      Quad out[kQuads] = {};
+      UNROLL for (int q = 0; q < kQuads && first + q < kAll; q++) {
+        UNROLL for (int e = 0; e < 4; e++) out[q].x[e] = o[0][(first + q) / 2].x[q % 2 * 4 + e];
+      }
+      merged.add(out, own_rows);
+      add_stored(own + 1, items);
+    } else {
+      add_stored(0, items);
+    }
+    UNROLL for (int q = 0; q < kQuads && first + q < kAll; q++) {
+      UNROLL for (int e = 0; e < 4; e++) o[0][(first + q) / 2].x[q % 2 * 4 + e] = merged.out[q].x[e];
+    }
+    if (first + kQuads >= kAll) {
+      UNROLL for (int slot = 0; slot < C::kSlots; slot++) {
+        running_max[slot] = merged.running_max[slot];
+        sum[slot] = merged.sum[slot];
       }
     }
   }
-  if constexpr (kSinkLogits) {
-    all.add_sink(sink);
-    all.rescale(o);
-  }
-  all.divide(o);
 }
 
 DEVICE bool is_whole(const WorkTile&) { return true; }
@@ -117,14 +148,27 @@ DEVICE void report(const Sm90ForwardParams& p, int split_index) {
 DEVICE void report_before(const Sm90ForwardParams&, const WorkTile&) {}
 DEVICE void report_before(const Sm90ForwardParams& p, const WorkItem& work) { report(p, work.comes_from); }
 
-// Leaves the partial result of the warp's 16 rows in a tile that is split: other items have the other keys. The warp
-// with the last number merges all partial results and stores the output. Returns whether the lane's part of a stored
-// output may have a NaN of a hidden value.
-DEVICE bool store_partial(const Sm90ForwardParams&, const WorkTile&, const C (&)[1][kOutBlocks], const Softmax&) {
-  return false;
+// Takes the number of the warp's item among those of its query tile. Returns, in lane 0, the word that counts them as
+// it was, which the lane does not wait for until it uses it. Whoever takes the last number waits for all others. So a
+// warp must not take one while it has key tiles to visit or to skip.
+DEVICE unsigned take_number(const Sm90ForwardParams&, const WorkTile&) { return 0; }
+DEVICE unsigned take_number(const Sm90ForwardParams& p, const WorkItem& work) {
+  unsigned taken = 0;
+  if (!work.whole) {
+    const int thread = target::reload_thread_index() - kWarpgroup;
+    if (thread % 32 == 0) taken = target::fetch_increment_deferred(count_of(p, work.split_index, thread / 32));
+  }
+  return taken;
 }
-DEVICE bool store_partial(const Sm90ForwardParams& p, const WorkItem& work, const C (&o)[1][kOutBlocks],
-                          const Softmax& softmax) {
+
+// Leaves the partial result of the warp's 16 rows in a tile that is split, as other items have the other keys. The warp
+// with the last number merges all partial results instead. Returns whether o and softmax are those of all keys now, and
+// are to be stored. taken: as of take_number().
+DEVICE bool leave_or_merge(const Sm90ForwardParams&, const WorkTile&, unsigned, C (&)[1][kOutBlocks], Softmax&) {
+  return true;
+}
+DEVICE bool leave_or_merge(const Sm90ForwardParams& p, const WorkItem& work, unsigned taken, C (&o)[1][kOutBlocks],
+                           Softmax& softmax) {
   // Read anew: otherwise what depends on the index would be computed before the loop over key tiles and kept across it.
   // The shuffle tells the compiler that the warp is the same for all lanes, which keeps the descriptors of products in
   // uniform registers (docs/notes/hopper-forward.md).
@@ -137,36 +181,40 @@ DEVICE bool store_partial(const Sm90ForwardParams& p, const WorkItem& work, cons
 
   const TileSpan items = items_of(work);
   const unsigned others = items.end - items.begin - 1;
-  unsigned* const counted = count_of(p, work.split_index, warp);
-  unsigned number = 0;
-  if (lane == 0) number = target::fetch_increment_deferred(counted) % kReported;
+  const bool last = target::wave_any(lane == 0 && taken % kReported == others);
   Partial* partials = static_cast<Partial*>(p.partials) + rank() * kConsumers * 4 + warp;
-  if (real) write_partial(partials[int64(work.item) * kConsumerWarps], o, softmax, lane);
-  if (!target::wave_any(lane == 0 && number == others)) {
+  if (!last) {
+    if (real) write_partial(partials[int64(work.item) * kConsumerWarps], o, softmax, lane);
     if (!work.goes_on()) report(p, work.split_index);
     return false;
   }
-  // All lanes loop: ptxas spills registers of the loop over key tiles if one lane does.
-  while (target::wave_any(lane == 0 && target::load_acquire(counted) / kReported != others)) {
+  unsigned* const counted = count_of(p, work.split_index, warp);
+  const bool few = kConsumers > 2 || target::wave_any(others < kFewItems);
+  if (!few) write_partial(partials[int64(work.item) * kConsumerWarps], o, softmax, lane);
+  if (!few || target::wave_any(lane == 0 && taken / kReported != others)) {
+    // All lanes loop: ptxas spills registers of the loop over key tiles if one lane does.
+    while (target::wave_any(lane == 0 && target::load_acquire(counted) / kReported != others)) {
+    }
+  } else {
+    // All reports came before the number was taken. A fence is quicker than another look, unless writes are under way.
+    ptx::fence_acq_rel_device();
   }
   if (lane == 0) *counted = work.goes_on() ? 0u - kReported : 0u;  // 0 for the next launch
   if (!real) return false;
   target::wave_sync();
+  const int own_item = work.item - items.begin;
   partials += int64(items.begin) * kConsumerWarps;
-  bool nan = false;
-#pragma unroll 1
-  for (int part = 0; part < kOutputParts; part++) {
-    C merged[1][kPartBlocks];
-    Softmax all(1.0f);
-    float sink = 0.0f;
-    if constexpr (kSinkLogits)
-      sink = per_head(p.forward.sink_logits, work.sequence, work.head + own.head) * Exponent::kUnit;
-    merge(merged, all, part * kPartBlocks, partials, others + 1, sink, lane);
-    store_rows(p.forward, work, merged, part * kPartBlocks, work.head + own.head, first_row, lane);
-    if (part == 0) store_lse(p.forward, work, all, work.head + own.head, first_row, lane);
-    nan = nan || has_hidden_nan(merged);
+  if (few) {
+    constexpr int kMost = has_registers(2 * 16) ? 16 : has_registers(2 * 8) ? 8 : 4;
+    constexpr int kGroups = (2 * kOutBlocks + kMost - 1) / kMost;
+    constexpr int kQuads = round_up((2 * kOutBlocks + kGroups - 1) / kGroups, 2);
+    constexpr int kItems = kOutBlocks <= 6 && has_registers(3 * kQuads) ? 2 : 1;  // more columns: ptxas would spill
+    merge<true, kQuads, kItems>(o, softmax, partials, others + 1, own_item, lane);
+  } else {
+    constexpr int kQuads = kOutBlocks <= 8 ? 2 * kOutBlocks : round_up(kOutBlocks, 2);
+    merge<false, kQuads, has_registers(2 * kQuads) ? 2 : 1>(o, softmax, partials, others + 1, 0, lane);
   }
-  return nan;
+  return true;
 }
 
 }  // namespace forward

@@ -284,7 +284,8 @@ def _shares_last(problem: Problem, fields: Mapping[str, Any], heads: int) -> boo
     if problem.mask is not None or problem.bias is not None or problem.float8:
         return False
     rows = rows_of(fields["consumers"])
-    if (problem.max_seqlen_q - 1) % (rows // heads) * heads >= 64:
+    last = (problem.max_seqlen_q - 1) % (rows // heads) + 1
+    if last * heads > 64:
         return False
     least = least_shared_keys(problem.pages is not None)
     if query_tiles.fewest_and_most_keys(problem)[1] < least:
