@@ -212,11 +212,19 @@ def test_last_tiles_are_weighed_by_lengths_on_the_device(
 
 
 @pytest.mark.parametrize(
-    ("rows_q", "rows_k", "nheads_q", "nheads_kv"),
-    [(256, 33000, 8, 2), (700, 9000, 12, 3), (77, 9000, 20, 4)],
+    ("rows_q", "rows_k", "nheads_q", "nheads_kv", "headdim"),
+    [
+        (256, 33000, 8, 2, 128),
+        (700, 9000, 12, 3, 128),
+        (77, 9000, 20, 4, 128),
+        # Tiles of one, two and three consumers with more items than the last one keeps its own in registers for.
+        (128, 16000, 8, 8, 128),
+        (100, 20000, 8, 2, 192),
+        (180, 50000, 4, 1, 128),
+    ],
 )
 def test_split_tiles_have_the_same_bits_each_time(
-    rows_q: int, rows_k: int, nheads_q: int, nheads_kv: int
+    rows_q: int, rows_k: int, nheads_q: int, nheads_kv: int, headdim: int
 ) -> None:
     """Whichever warp is the last of a split tile, all partial results have arrived and are merged in the order of keys.
 
@@ -225,7 +233,7 @@ def test_split_tiles_have_the_same_bits_each_time(
     import cupy
 
     draw = cupy.random.default_rng(5)
-    shapes = (1, rows_q, nheads_q, 128), *[(1, rows_k, nheads_kv, 128)] * 2
+    shapes = (1, rows_q, nheads_q, headdim), *[(1, rows_k, nheads_kv, headdim)] * 2
     q, k, v = (draw.standard_normal(shape, dtype=np.float32).astype(np.float16) for shape in shapes)
     first = rawattn.attention(q, k, v, causal=True)
     cupy.cuda.Device().synchronize()
