@@ -44,6 +44,7 @@ _OPTIONS = {
     "racecheck": [],
     "synccheck": [],
 }
+_PARTS_OF_A_JOB = 4  # of the calls under a tool: a finding's call is sooner found among few
 _SUMMARY = r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"
 _DONE = "calls ran to their end"
 
@@ -81,12 +82,16 @@ def run_tool(tool: str | None, jobs: int) -> dict[str, int] | None:
     None if a process did not reach its end. Other output of the processes is printed.
     """
     started = time.perf_counter()
+    parts = jobs if tool is None else _PARTS_OF_A_JOB * jobs
     with ThreadPoolExecutor(jobs) as pool:
-        counts = list(pool.map(lambda part: _run_part(tool, part, jobs), range(jobs)))
+        counts = list(pool.map(lambda part: _run_part(tool, part, parts), range(parts)))
+    for part, count in enumerate(counts):
+        if count is not None and count[1] > 0:
+            print(f"{tool}: {count[1]} findings in --part {part}/{parts}", flush=True)
     seconds = time.perf_counter() - started
     ended = [count for count in counts if count is not None]
     calls, findings = (sum(column) for column in zip(*ended, strict=True)) if ended else (0, 0)
-    broken = f", {jobs - len(ended)} of {jobs} processes BROKE OFF" if len(ended) < jobs else ""
+    broken = f", {parts - len(ended)} of {parts} processes BROKE OFF" if len(ended) < parts else ""
     name = tool or "without a tool"
     print(f"{name}: {calls} calls, {findings} findings, {seconds:.0f} s{broken}", flush=True)
     return None if broken else {"runs": calls, "findings": findings}
