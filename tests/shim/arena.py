@@ -33,7 +33,8 @@ class Arena:
     @property
     def regions(self) -> tuple[Region, ...]:
         """The regions that kernels may touch."""
-        return tuple(self._regions.values())
+        # A copy: while the tuple is made, garbage may be collected, and that forbids regions.
+        return tuple(self._regions.copy().values())
 
     def take(self, size: int, *, readonly: bool) -> int:
         """The address of `size` bytes, whole pages, between two pages that no kernel may ever touch."""

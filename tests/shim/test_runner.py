@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import weakref
 
 import numpy as np
 import pytest
@@ -77,3 +78,23 @@ def test_the_end_of_the_process_is_told(builder: Builder) -> None:
     finally:
         kernel._runner = builder._runner
         runner.close()
+
+
+def test_regions_forbidden_while_garbage_is_collected() -> None:
+    """Memory that is garbage may be found so while the regions of a launch are listed."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    ours, before = arena(), gc.get_threshold()
+    kept = [ours.take(1, readonly=True) for _ in range(50)]
+    try:
+        for n in range(600):
+            gc.set_threshold(n % 20 + 1)  # at which of the allocations garbage is collected
+            weakref.finalize(Cycle(), ours.forbid, ours.take(1, readonly=True))
+            assert {region.start for region in ours.regions} >= {*kept}
+    finally:
+        gc.set_threshold(*before)
+        for start in kept:
+            ours.forbid(start)
