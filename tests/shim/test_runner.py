@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import weakref
@@ -88,11 +89,11 @@ def test_regions_forbidden_while_garbage_is_collected() -> None:
             self.itself = self
 
     ours, before = arena(), gc.get_threshold()
-    kept = [ours.take(1, readonly=True) for _ in range(50)]
+    kept = [ours.take(mmap.PAGESIZE, readonly=True) for _ in range(50)]
     try:
         for n in range(600):
             gc.set_threshold(n % 20 + 1)  # at which of the allocations garbage is collected
-            weakref.finalize(Cycle(), ours.forbid, ours.take(1, readonly=True))
+            weakref.finalize(Cycle(), ours.forbid, ours.take(mmap.PAGESIZE, readonly=True))
             assert {region.start for region in ours.regions} >= {*kept}
     finally:
         gc.set_threshold(*before)
