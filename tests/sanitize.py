@@ -44,7 +44,7 @@ _OPTIONS = {
     "racecheck": [],
     "synccheck": [],
 }
-_PARTS_OF_A_JOB = 4  # of the calls under a tool: a finding's call is sooner found among few
+_PARTS_OF_A_JOB = 4  # processes under a tool, one after the other: of few calls the one with a finding is soon found
 _SUMMARY = r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"
 _DONE = "calls ran to their end"
 
